@@ -43,6 +43,7 @@ class EncoderDecoderConfig:
         check_cross(self.cross)
         fixed = dict(window=0, causal=True, tied_head=False, embedding_norm=False)
         fixed |= dict(norm_after=False, norm_outputs=False, dropout=0.0)
+        fixed |= dict(norm_both=False, attention_softcap=0.0)
         fixed |= dict(embedding_scale=1.0, residual_scale=1.0, logit_divisor=1.0)
         fixed |= dict(rope_layers=(), rope_attention_factor=1.0)
         for key, value in fixed.items():

@@ -32,6 +32,7 @@ class RecurrentConfig:
     def __post_init__(self):
         block = self.block
         fixed = dict(window=0, causal=True, norm_after=False, norm_outputs=False, dropout=0.0)
+        fixed |= dict(norm_both=False, attention_softcap=0.0)
         fixed |= dict(embedding_scale=1.0, residual_scale=1.0, logit_divisor=1.0)
         for key, value in fixed.items():
             if getattr(block, key) != value:

@@ -214,8 +214,9 @@ def _check_layers(model: LazyModel) -> None:
     alike = LayerKind(block.angles_base, block.window)
     if any(kind != alike for kind in block.layer_kinds):
         raise UserError(
-            "is not measured: its layers differ in RoPE or window, or YaRN scales their logits "
-            "(config.model.rope_layers, window_layers, window_rope_base, rope_attention_factor)"
+            "is not measured: its layers differ in RoPE or window, or YaRN or a soft cap changes "
+            "their logits (config.model.rope_layers, window_layers, window_rope_base, "
+            "rope_attention_factor, attention_softcap)"
         )
 
 

@@ -41,6 +41,7 @@ class Attention(nnx.Module):
         causal: bool,
         window: int = 0,
         logit_factor: float = 1.0,
+        softcap: float = 0.0,
         segment_ids_BS: jax.Array | None = None,
         mesh: jax.sharding.Mesh | None = None,
         temperature: jax.Array | None = None,
@@ -57,7 +58,7 @@ class Attention(nnx.Module):
           segment_ids_BS: segment ids in the order of positions, not in storage order.
           temperature: scalar array that logits are divided by; None: 1.
           logit_factor: number that logits are multiplied by, besides the mechanism's scale.
-          window, options: see `softmax_attention`.
+          window, softcap, options: see `softmax_attention`.
         """
         q_BTNH, raw = self.mechanism.project(x_BTD, positions)
         if segment_ids_BS is not None and self.mechanism.config.needs_whole_rows:
@@ -85,6 +86,7 @@ class Attention(nnx.Module):
             scale=self.mechanism.config.scale * logit_factor,
             causal=causal,
             window=window,
+            softcap=softcap,
             segment_ids_BS=segment_ids_BS,
             mesh=mesh,
             **options,
@@ -101,6 +103,7 @@ class Attention(nnx.Module):
         rope_base: Base | None,
         window: int = 0,
         logit_factor: float = 1.0,
+        softcap: float = 0.0,
         implementation: str | None = None,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Appends T new tokens to a layer's cache and attends to all of it.
@@ -110,7 +113,7 @@ class Attention(nnx.Module):
           layer: one layer of a `kvjax.cache.Cache`.
           counts_B: number of real tokens among the T; the rest is padding at the end.
           logit_factor: see `__call__`.
-          window, implementation: see `decode_attention`.
+          window, softcap, implementation: see `decode_attention`.
 
         Returns:
           The output [B, T, D] and the updated layer.
@@ -120,9 +123,8 @@ class Attention(nnx.Module):
         layer = append(layer, self.mechanism.encode(raw, positions), first_B, counts_B)
         inputs = self.mechanism.decode_inputs(q_BTNH, rope_base)
         inputs = dataclasses.replace(inputs, scale=inputs.scale * logit_factor)
-        o_BTNH = decode_attention(
-            inputs, layer, first_B, window=window, implementation=implementation
-        )
+        options = dict(window=window, softcap=softcap, implementation=implementation)
+        o_BTNH = decode_attention(inputs, layer, first_B, **options)
         return self.project_out(o_BTNH.astype(x_BTD.dtype), x_BTD, positions), layer
 
     def project_out(self, o_BTNH: jax.Array, x_BTD: jax.Array, positions: Positions) -> jax.Array:

@@ -55,7 +55,8 @@ from kvjax.layers.weight import affine, weight
 
 TIES = ("none", "kv", "qk", "qkv")
 ROPES = ("full", "shared")
-_QK_NORMS = (*QK_NORMS, "rms_whole")
+_PLAIN_NORMS = ("rms_whole", "rms_offset")  # without residuals and ties
+_QK_NORMS = (*QK_NORMS, *_PLAIN_NORMS)
 RESIDUAL_INITS = ("linear", "zeros", "pca")
 
 
@@ -68,8 +69,9 @@ class GroupedConfig(MechanismConfig):
     rank: int  # rank of the residuals, R; 0: no residuals
     key_dim: int  # channels of a key, H
     value_dim: int  # channels of a value, Hv
-    # Norm of queries and keys (base + residual): "rms", "rms_gain", "none"; "rms_whole": of all
-    # heads' channels together, with gains (without residuals and ties).
+    # Norm of queries and keys (base + residual): "rms", "rms_gain", "none"; without residuals and
+    # ties also "rms_whole", of all heads' channels together, with gains, and "rms_offset", with
+    # gains 1 + the weight.
     qk_norm: str = "rms"
     bias: bool = False  # on queries, bases and the output
     out_bias: bool = True  # with bias: on the output too
@@ -87,8 +89,8 @@ class GroupedConfig(MechanismConfig):
 
     def __post_init__(self):
         check_common(self, "num_kv_heads", "num_bases", "value_dim", qk_norms=_QK_NORMS)
-        plain = self.qk_norm != "rms_whole" or (not self.rank and self.tie == "none")
-        require(plain, "qk_norm", "'rms_whole'", "needs rank 0 and tie 'none'")
+        plain = self.qk_norm not in _PLAIN_NORMS or (not self.rank and self.tie == "none")
+        require(plain, "qk_norm", repr(self.qk_norm), "needs rank 0 and tie 'none'")
         check_divides(self, "num_kv_heads", "num_heads")
         check_divides(self, "num_bases", "num_kv_heads")
         check_residual(self, "MQA", RESIDUAL_INITS)

@@ -258,9 +258,10 @@ def latent_norm(
     config: MechanismConfig, dim: int | tuple[int, ...], axes: str, *, rngs: nnx.Rngs
 ) -> Norm:
     """Creates the norm of a latent; unlike `head_norm` it exists for every qk_norm."""
-    gain = config.qk_norm == "rms_gain"
-    epsilon = config.norm_epsilon
-    return Norm(dim, kind="rms", gain=gain, bias=False, epsilon=epsilon, axes=axes, rngs=rngs)
+    offset = config.qk_norm == "rms_offset"
+    gain = offset or config.qk_norm == "rms_gain"
+    options = dict(kind="rms", gain=gain, offset=offset, bias=False, epsilon=config.norm_epsilon)
+    return Norm(dim, axes=axes, **options, rngs=rngs)
 
 
 def scaled_latent(config: MechanismConfig, latent_BTC: jax.Array, d_model: int) -> jax.Array:

@@ -82,7 +82,7 @@ def attention_statistics(
 
 def _attention_sums(attention: Attention, h_BTD: jax.Array, positions, attend: dict):
     """Returns each head's attention by distance [N, T], and `_changes`."""
-    p_BNTS, v_BSNH = _probabilities(attention, h_BTD, positions, attend)
+    p_BNTS, slope_BNTS, v_BSNH = _probabilities(attention, h_BTD, positions, attend)
     T = p_BNTS.shape[2]
     distance_TS = np.maximum(np.arange(T)[:, None] - np.arange(T), 0)
 
@@ -90,37 +90,43 @@ def _attention_sums(attention: Attention, h_BTD: jax.Array, positions, attend: d
         return jnp.zeros(T).at[distance_TS].add(p_TS)
 
     distance_NT = jax.vmap(by_distance)(p_BNTS.sum(axis=0))
-    return distance_NT, _changes(attention, p_BNTS, v_BSNH) * _logit_weight(attend)
-
-
-def _logit_weight(attend: dict) -> np.ndarray:
-    """Returns factors of `_changes` for errors of logits before `logit_factor`, [3, 1]."""
-    return np.array([attend["logit_factor"] ** 2, 1, 1], np.float32)[:, None]
+    return distance_NT, _changes(attention, p_BNTS, slope_BNTS, v_BSNH)
 
 
 def _probabilities(attention: Attention, h_BTD: jax.Array, positions, attend: dict):
-    """Returns attention's probabilities [B, N, T, S] and each head's values [B, S, N, H]."""
+    """Returns attention's probabilities [B, N, T, S], slopes and each head's values [B, S, N, H].
+
+    A slope is the derivative of a logit by q·k times the mechanism's scale: 1 without a soft cap
+    and `logit_factor`.
+    """
     q_BTNH, raw = attention.mechanism.project(h_BTD, positions)
     k_BSKH, v_BSKH = attention.mechanism.keys_values(raw, positions)
     G, T = q_BTNH.shape[2] // k_BSKH.shape[2], q_BTNH.shape[1]
     k_BSNH, v_BSNH = (jnp.repeat(x, G, axis=2) for x in (k_BSKH, v_BSKH))
-    scale = attention.mechanism.config.scale * attend["logit_factor"]
+    factor, cap = attend["logit_factor"], attend["softcap"]
+    scale = attention.mechanism.config.scale * factor
     logits_BNTS = jnp.einsum("BTNH,BSNH->BNTS", q_BTNH, k_BSNH) * scale
+    slope_BNTS = jnp.full_like(logits_BNTS, factor)
+    if cap:
+        tanh_BNTS = jnp.tanh(logits_BNTS / cap)
+        logits_BNTS, slope_BNTS = cap * tanh_BNTS, factor * (1 - tanh_BNTS**2)
     visible = np.tri(T, dtype=bool) if attend["causal"] else np.ones((T, T), bool)
     if attend["window"]:
         visible &= ~np.tri(T, k=-attend["window"], dtype=bool)
-    return jax.nn.softmax(jnp.where(visible, logits_BNTS, -jnp.inf), axis=-1), v_BSNH
+    p_BNTS = jax.nn.softmax(jnp.where(visible, logits_BNTS, -jnp.inf), axis=-1)
+    return p_BNTS, slope_BNTS, v_BSNH
 
 
 def _output_changes(attention: Attention, h_BTD: jax.Array, positions, attend: dict) -> jax.Array:
     """Returns `_changes` of attention's probabilities and values."""
-    changes_3N = _changes(attention, *_probabilities(attention, h_BTD, positions, attend))
-    return changes_3N * _logit_weight(attend)
+    return _changes(attention, *_probabilities(attention, h_BTD, positions, attend))
 
 
-def _changes(attention: Attention, p_BNTS: jax.Array, v_BSNH: jax.Array) -> jax.Array:
-    """Returns [3, N]: sums over queries of sum_s p_s^2 |v_s - o|^2 and of sum_s p_s^2, and the sum
-    over keys of |v_s|^2.
+def _changes(
+    attention: Attention, p_BNTS: jax.Array, slope_BNTS: jax.Array, v_BSNH: jax.Array
+) -> jax.Array:
+    """Returns [3, N]: sums over queries of sum_s (p_s slope_s)^2 |v_s - o|^2 and of sum_s p_s^2,
+    and the sum over keys of |v_s|^2.
 
     Values are multiplied by their head's output projection.
     """
@@ -130,13 +136,13 @@ def _changes(attention: Attention, p_BNTS: jax.Array, v_BSNH: jax.Array) -> jax.
         return jnp.einsum("B...NH,NHI,B...NI->B...N", x, gram_NHH, y)
 
     o_BTNH = jnp.einsum("BNTS,BSNH->BTNH", p_BNTS, v_BSNH)
-    energy_BSN, square_BNTS = inner_product(v_BSNH, v_BSNH), p_BNTS**2
-    summed_BTN = jnp.einsum("BNTS->BTN", square_BNTS)
+    energy_BSN, square_BNTS = inner_product(v_BSNH, v_BSNH), (p_BNTS * slope_BNTS) ** 2
     logit_terms_BTN = (
         jnp.einsum("BNTS,BSN->BTN", square_BNTS, energy_BSN)
         - 2 * inner_product(jnp.einsum("BNTS,BSNH->BTNH", square_BNTS, v_BSNH), o_BTNH)
-        + summed_BTN * inner_product(o_BTNH, o_BTNH)
+        + jnp.einsum("BNTS->BTN", square_BNTS) * inner_product(o_BTNH, o_BTNH)
     )
+    summed_BTN = jnp.einsum("BNTS->BTN", p_BNTS**2)
     return jnp.stack([x.sum(axis=(0, 1)) for x in (logit_terms_BTN, summed_BTN, energy_BSN)])
 
 

@@ -25,8 +25,8 @@ from kvjax.attention import (
 )
 from kvjax.attention.mechanism import MechanismConfig
 from kvjax.convert import deepseek_tensors, huggingface, latent_maps
-from kvjax.convert.architectures import LATENT_EPSILON
 from kvjax.convert.deepseek_tensors import Layout
+from kvjax.convert.families import LATENT_EPSILON
 from kvjax.convert.into_folder import ExportPlan
 from kvjax.convert.latent_maps import LatentSizes
 from kvjax.convert.model import LazyModel
@@ -80,6 +80,8 @@ _BLOCK = dict(
     norm_bias=False,
     norm_after=False,
     norm_outputs=False,
+    norm_both=False,
+    norm_offset=False,
     embedding_scale=1.0,
     residual_scale=1.0,
     logit_divisor=1.0,
@@ -87,6 +89,7 @@ _BLOCK = dict(
     bias=False,
     logit_softcap=0.0,
     window=0,
+    attention_softcap=0.0,
     causal=True,
 )
 _ROPE_KEYS = dict(rope_factor=1.0, rope_fraction=1.0, rope_attention_factor=1.0, rope_layers=())

@@ -10,7 +10,8 @@ import numpy as np
 import tokenizers
 
 from kvjax.convert import digests, pieces
-from kvjax.convert.architectures import FAMILIES, Family
+from kvjax.convert.architectures import FAMILIES
+from kvjax.convert.families import Family
 from kvjax.convert.tensors import StoredTensor
 from kvjax.data.fast_encoding import PUBLISHED_SPLITS
 from kvjax.foundation.configuration import one_of

@@ -68,17 +68,27 @@ def check(mechanisms: Sequence[MechanismConfig]) -> None:
         per_head = "must be 'rms', 'rms_gain' or 'none': a norm over all heads does not factor"
         whole = config.qk_norm == "rms_whole"
         require(not whole, "qk_norm", repr(config.qk_norm), per_head)
-        scaled = bool(config.logit_scale) and config.qk_norm != "none"
-        allowed = "must be 0 to convert a model with QK-norm"
+        scaled = bool(config.logit_scale) and config.qk_norm == "rms"
+        allowed = "must be 0 to convert a model with QK-norm without gains"
         require(not scaled, "logit_scale", config.logit_scale, allowed)
 
 
 def read(weights: dict, config: GroupedConfig, *, rope: Base | None) -> Layer:
     """Returns the `Layer` of an `Attention`'s weights, given as a pure dict of one layer.
 
-    `logit_scale` is multiplied into the queries: converted mechanisms do without it.
+    `logit_scale` is multiplied into the queries, or into the gains of their norm: converted
+    mechanisms do without it. Gains of the kind 1 + weight become gains.
     """
     inner = weights["mechanism"]
+    factor = config.scale * config.key_dim**0.5 if config.logit_scale else 1.0
+    offset = 1 if config.qk_norm == "rms_offset" else 0
+    gains = {}
+    if config.qk_norm in ("rms_gain", "rms_offset"):
+        gains = {
+            name: offset + np.asarray(inner[name]["gain"], np.float64)
+            for name in ("query_norm", "key_norm")
+        }
+        gains["query_norm"], factor = factor * gains["query_norm"], 1.0
 
     def rows(name):
         w = np.asarray(inner[name], np.float64)
@@ -88,17 +98,13 @@ def read(weights: dict, config: GroupedConfig, *, rope: Base | None) -> Layer:
 
     bias = weights.get("out_bias")
     return Layer(
-        query_ENH=rows("query") * (config.scale * config.key_dim**0.5 if config.logit_scale else 1),
+        query_ENH=rows("query") * factor,
         key_EKH=rows("base_key"),
         value_EKH=rows("base_value"),
         out_NHD=np.asarray(weights["out"], np.float64),
         out_bias_D=None if bias is None else np.asarray(bias, np.float64),
-        gains={
-            name: np.asarray(inner[name]["gain"], np.float64)
-            for name in ("query_norm", "key_norm")
-            if config.qk_norm == "rms_gain"
-        },
-        qk_norm=config.qk_norm,
+        gains=gains,
+        qk_norm="rms_gain" if gains else config.qk_norm,
         rope=rope,
     )
 

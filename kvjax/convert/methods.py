@@ -371,4 +371,7 @@ class LowRankKV:
 def shared_keys(config: GroupedConfig) -> dict:
     """Returns the config keys that a new mechanism takes from the old one."""
     keys = ("num_heads", "num_kv_heads", "key_dim", "value_dim", "qk_norm", "bias", "norm_epsilon")
-    return {key: getattr(config, key) for key in keys}
+    shared = {key: getattr(config, key) for key in keys}
+    if config.qk_norm == "rms_offset":  # see `layer.read`
+        shared["qk_norm"] = "rms_gain"
+    return shared

@@ -21,7 +21,7 @@ import tokenizers
 from kvjax.conversation.jinja_process import LimitError
 from kvjax.conversation.template import Template
 from kvjax.convert import architectures, pieces, rules as rules_lib, tokens
-from kvjax.convert.architectures import Family
+from kvjax.convert.families import Family
 from kvjax.convert.published_config import ConfigSections
 from kvjax.convert.rules import BLOCK, Rule
 from kvjax.convert.tensors import check, dtype_of, json_object, open_folder

@@ -214,3 +214,9 @@ OLMO3 = RopeKeys(
     functools.partial(_read_by_type, base=500_000.0, local_base=500_000.0, local_key=""),
     _write_by_type,
 )
+_LOCAL_KEY = "rope_local_base_freq"
+GEMMA3 = RopeKeys(
+    functools.partial(_read_by_type, base=1_000_000.0, local_base=10_000.0, local_key=_LOCAL_KEY),
+    functools.partial(_write_by_type, local_key=_LOCAL_KEY),
+    frozenset({_LOCAL_KEY}),
+)

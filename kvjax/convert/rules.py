@@ -211,6 +211,17 @@ def olmo2_rules() -> tuple[Rule, ...]:
     )
 
 
+def gemma_rules() -> tuple[Rule, ...]:
+    """Returns transformers' names for Gemma 2 and 3, with norms of inputs and of outputs."""
+    layer = "model.layers.{i}."
+    return (
+        *(rule for rule in llama_rules() if "post_attention" not in rule.tensor),
+        _rule(f"{layer}post_attention_layernorm.weight", "attention_out_norm.gain"),
+        _rule(f"{layer}pre_feedforward_layernorm.weight", "mlp_norm.gain"),
+        _rule(f"{layer}post_feedforward_layernorm.weight", "mlp_out_norm.gain"),
+    )
+
+
 def phi3_rules() -> tuple[Rule, ...]:
     """Returns transformers' names for Phi-3, which joins projections of one input."""
     layer = "model.layers.{i}."

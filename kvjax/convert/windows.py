@@ -15,6 +15,7 @@ class WindowKeys(NamedTuple):
 
     read: Callable[[PublishedConfig], dict]  # BlockConfig's keys of a window
     write: Callable[[BlockConfig], dict]  # the family's
+    keys: frozenset[str] = frozenset()  # besides those of every family
 
 
 def layer_types(block: BlockConfig) -> list[str]:
@@ -144,12 +145,17 @@ def _write_smollm3(block: BlockConfig) -> dict:
     return keys | dict(layer_types=layer_types(block))
 
 
-def every(interval: int) -> WindowKeys:
-    """Returns the keys of families in which layers slide but every `interval`-th, by default."""
+def every(interval: int, *, key: str = "") -> WindowKeys:
+    """Returns the keys of families in which layers slide but every `interval`-th, by default.
+
+    Args:
+      key: of another interval; "": the family has none.
+    """
 
     def read(c: PublishedConfig) -> dict:
+        interval_of_model = c.integer(key, interval) if key else interval
         layers = range(c.integer("num_hidden_layers"))
-        kinds = _types(c, [FULL if (i + 1) % interval == 0 else SLIDING for i in layers])
+        kinds = _types(c, [FULL if (i + 1) % interval_of_model == 0 else SLIDING for i in layers])
         window = _size(c)
         if SLIDING in kinds and not window:
             raise c.error("sliding_window", "must be a number: layers have a sliding window")
@@ -158,7 +164,7 @@ def every(interval: int) -> WindowKeys:
     def write(block: BlockConfig) -> dict:
         return dict(sliding_window=block.window or None, layer_types=layer_types(block))
 
-    return WindowKeys(read, write)
+    return WindowKeys(read, write, frozenset({key} if key else ()))
 
 
 NONE = WindowKeys(_check_none, lambda block: {})

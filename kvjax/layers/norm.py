@@ -23,7 +23,8 @@ class Norm(nnx.Module):
     """Normalises [..., D] over D. Without gain and bias (the default recipe) it has no parameters.
 
     Gain and bias may have further axes before the normalised one: axes="J C", dim=(2, 64) gives
-    each of two latents its own gain. With `whole`, RMSNorm is over all of these axes together.
+    each of two latents its own gain. With `whole`, RMSNorm is over all of these axes together. With
+    `offset`, gains are 1 + the weight, as in Gemma.
     """
 
     def __init__(
@@ -37,13 +38,16 @@ class Norm(nnx.Module):
         rngs: nnx.Rngs,
         axes: str = "D",
         whole: bool = False,
+        offset: bool = False,
     ):
         self.kind = kind
         self.epsilon = epsilon
+        self.offset = offset
         dims = (dim,) if isinstance(dim, int) else dim
         self.axes = tuple(range(-len(dims), 0)) if whole else -1
         sizes = dict(zip(axes.split(), dims, strict=True))
-        self.gain = weight(axes, rngs, init="ones", **sizes) if gain else None
+        start = "zeros" if offset else "ones"
+        self.gain = weight(axes, rngs, init=start, **sizes) if gain else None
         self.bias = weight(axes, rngs, init="zeros", **sizes) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -55,7 +59,10 @@ class Norm(nnx.Module):
 
     def _affine(self, x: jax.Array) -> jax.Array:
         if self.gain is not None:
-            x = x * _expand_leading(self.gain[...], x.ndim)
+            gain = self.gain[...]
+            # In the dtype of x: bfloat16 would round 1 + a small weight.
+            gain = 1 + gain.astype(x.dtype) if self.offset else gain
+            x = x * _expand_leading(gain, x.ndim)
         if self.bias is not None:
             x = x + _expand_leading(self.bias[...], x.ndim)
         return x

@@ -19,7 +19,7 @@ _MAX_SIZES = {
     "max_positions": 1 << 24,
     "rope_original": 1 << 24,
 }
-ACTIVATIONS = ("relu2", "relu", "gelu", "gelu_exact", "swiglu")
+ACTIVATIONS = ("relu2", "relu", "gelu", "gelu_exact", "swiglu", "geglu")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,6 +35,8 @@ class BlockConfig:
     norm_epsilon: float = 1e-6  # added to the mean square (rms) or the variance (layer)
     norm_after: bool = False  # post-norm: norm(x + f(x)) instead of x + f(norm(x))
     norm_outputs: bool = False  # x + norm(f(x)) instead of x + f(norm(x)), as in OLMo 2
+    norm_both: bool = False  # x + norm(f(norm(x))), as in Gemma 2
+    norm_offset: bool = False  # gains of the norms are 1 + their weights, as in Gemma
     embedding_norm: bool = True  # norm after the embedding
     embedding_scale: float = 1.0  # factor on the embedding
     residual_scale: float = 1.0  # factor on the outputs of attention and MLP, before they are added
@@ -53,8 +55,10 @@ class BlockConfig:
     window: int = 0  # sliding window: tokens attended to, including the query's own; 0: no window
     window_layers: tuple[int, ...] = ()  # by layer, 1: has the window, 0: none; (): all layers 1
     window_rope_base: float = 0.0  # unscaled base of layers with the window; 0: as the others
+    attention_softcap: float = 0.0  # c in c·tanh(z/c) of attention's logits z; 0: none
     max_positions: int = 2048  # rows of the table of learned positions
-    activation: str = "relu2"  # "relu2", "relu", "gelu" (tanh), "gelu_exact" or "swiglu"
+    # "relu2", "relu", "gelu" (tanh), "gelu_exact", or gated: "swiglu", "geglu" (tanh).
+    activation: str = "relu2"
     dropout: float = 0.0  # dropout rate on outputs of attention and MLP, in training
     bias: bool = False  # biases in the MLP (attention has its own key)
     tied_head: bool = False  # the head is the embedding
@@ -69,6 +73,7 @@ class BlockConfig:
         for key, most in _MAX_SIZES.items():
             between(f"config.model.{key}", getattr(self, key), 1, most)
         between("config.model.logit_softcap", self.logit_softcap, 0.01, 1e6, zero="none")
+        between("config.model.attention_softcap", self.attention_softcap, 0.01, 1e6, zero="none")
         between("config.model.logit_divisor", self.logit_divisor, 1e-6, 1e6)
         between("config.model.embedding_scale", self.embedding_scale, 1e-6, 1e6)
         between("config.model.residual_scale", self.residual_scale, 1e-6, 1e6)
@@ -91,10 +96,7 @@ class BlockConfig:
                 f"config.model.rope_high = {self.rope_high}: must be more than "
                 f"config.model.rope_low = {self.rope_low}"
             )
-        if self.norm_outputs and self.norm_after:
-            raise UserError(
-                "config.model.norm_outputs = True: must be False if config.model.norm_after is True"
-            )
+        self._check_norms()
         between("config.model.window", self.window, 0, rope.MAX_POSITION)
         if self.window and not self.causal:
             raise UserError(
@@ -105,6 +107,13 @@ class BlockConfig:
         one_of("config.model.positions", self.positions, POSITIONS)
         one_of("config.model.activation", self.activation, ACTIVATIONS)
         self._check_layers()
+
+    def _check_norms(self) -> None:
+        """Raises a UserError for places of norms that exclude each other."""
+        places = [key for key in ("norm_after", "norm_outputs", "norm_both") if getattr(self, key)]
+        if len(places) > 1:
+            given, other = (f"config.model.{key}" for key in places[1::-1])
+            raise UserError(f"{given} = True: must be False if {other} is True")
 
     def _check_layers(self) -> None:
         """Raises a UserError for bad values of the keys that choose layers."""
@@ -164,10 +173,12 @@ class BlockConfig:
     def _layer_kind(self, rotated: int, windowed: int) -> LayerKind:
         window = self.window if windowed else 0
         if not rotated or self.positions != "rope":
-            return LayerKind(None, window)
-        if window and self.window_rope_base:
-            return LayerKind(self._partial(self.window_rope_base), window)
-        return LayerKind(self.angles_base, window, self.rope_attention_factor**2)
+            base, factor = None, 1.0
+        elif window and self.window_rope_base:
+            base, factor = self._partial(self.window_rope_base), 1.0
+        else:
+            base, factor = self.angles_base, self.rope_attention_factor**2
+        return LayerKind(base, window, factor, self.attention_softcap)
 
 
 def has_alibi(mechanism: MechanismConfig) -> bool:

@@ -7,16 +7,19 @@ from kvjax.layers import rope
 
 
 class LayerKind(NamedTuple):
-    """RoPE and window of a layer; keywords of `Attention.decode`."""
+    """RoPE, window and soft cap of a layer; keywords of `Attention.decode`."""
 
     rope_base: rope.Base | None  # None: no RoPE
     window: int = 0  # see `softmax_attention`; 0: no window
     logit_factor: float = 1.0  # factor on logits, besides the mechanism's
+    softcap: float = 0.0  # see `softmax_attention`; 0: none
 
     @property
     def attend(self) -> dict:
         """Keywords of `Attention`, which takes angles as positions."""
-        return dict(window=self.window, logit_factor=self.logit_factor)
+        keys = self._asdict()
+        del keys["rope_base"]
+        return keys
 
 
 class Pattern(NamedTuple):

@@ -8,9 +8,10 @@ from kvjax.layers.weight import linear, weight
 
 
 class MLP(nnx.Module):
-    """Computes f(x W_up) W_down, or (silu(x W_gate) * (x W_up)) W_down with "swiglu".
+    """Computes f(x W_up) W_down, or (f(x W_gate) * (x W_up)) W_down with "swiglu" and "geglu".
 
-    f is relu^2 ("relu2"), relu, gelu approximated by tanh ("gelu"), or gelu by erf ("gelu_exact").
+    The latter's f is silu, and gelu approximated by tanh. Otherwise f is relu^2 ("relu2"), relu,
+    gelu approximated by tanh ("gelu"), or gelu by erf ("gelu_exact").
     W_down starts at zero in the default recipe.
     """
 
@@ -18,7 +19,8 @@ class MLP(nnx.Module):
         sizes = dict(D=d_model, M=mlp_dim)
         self.activation = activation
         self.up = weight("D -> M", rngs, **sizes)
-        self.gate = weight("D -> M", rngs, **sizes) if activation == "swiglu" else None
+        is_gated = activation in ("swiglu", "geglu")
+        self.gate = weight("D -> M", rngs, **sizes) if is_gated else None
         self.down = weight("M -> D", rngs, init="output", **sizes)
         self.up_bias = weight("M", rngs, init="zeros", **sizes) if bias else None
         self.down_bias = weight("D", rngs, init="zeros", **sizes) if bias else None
@@ -34,6 +36,7 @@ class MLP(nnx.Module):
         elif self.activation in ("gelu", "gelu_exact"):
             h_BTM = jax.nn.gelu(h_BTM, approximate=self.activation == "gelu")
         else:
-            h_BTM = jax.nn.silu(linear(x_BTD, self.gate[...])) * h_BTM
+            f = jax.nn.silu if self.activation == "swiglu" else jax.nn.gelu
+            h_BTM = f(linear(x_BTD, self.gate[...])) * h_BTM
         y_BTD = linear(h_BTM, self.down[...])
         return y_BTD if self.down_bias is None else y_BTD + self.down_bias[...][None, None]

@@ -80,7 +80,8 @@ class Compute:
 class Block(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)).
 
-    Or norm(x + f(x)) with `norm_after`, x + norm(f(x)) with `norm_outputs`.
+    Or norm(x + f(x)) with `norm_after`, x + norm(f(x)) with `norm_outputs`, x + norm(f(norm(x)))
+    with `norm_both`.
     """
 
     def __init__(self, config: BlockConfig, mechanism: MechanismConfig, *, rngs: nnx.Rngs):
@@ -90,6 +91,8 @@ class Block(nnx.Module):
         mlp = dict(activation=c.activation, bias=c.bias)
         self.attention_norm = make_norm(c, rngs)
         self.mlp_norm = make_norm(c, rngs)
+        self.attention_out_norm = make_norm(c, rngs) if c.norm_both else None
+        self.mlp_out_norm = make_norm(c, rngs) if c.norm_both else None
         self.mlp = MLP(c.d_model, c.mlp_dim, **mlp, rngs=rngs)
         self.attention = Attention(mechanism, c.d_model, rngs=rngs)
 
@@ -115,23 +118,31 @@ class Block(nnx.Module):
         )
         keys = (None, None) if dropout is None else jax.random.split(dropout)
         y_BTD = self.attention(self.attention_input(x_BTD), positions, **attend)
-        x_BTD = self._add(self.attention_norm, x_BTD, self._apply_dropout(y_BTD, keys[0]))
+        x_BTD = self._add_attention(x_BTD, self._apply_dropout(y_BTD, keys[0]))
         return self._add_mlp(x_BTD, keys[1])
 
     def attention_input(self, x_BTD: jax.Array) -> jax.Array:
         """Returns the input of the attention module, [B, T, D]."""
         return self._input(self.attention_norm, x_BTD)
 
+    def _add_attention(self, x_BTD: jax.Array, y_BTD: jax.Array) -> jax.Array:
+        return self._add(self.attention_norm, self.attention_out_norm, x_BTD, y_BTD)
+
     def _add_mlp(self, x_BTD: jax.Array, key: jax.Array | None = None) -> jax.Array:
         y_BTD = self.mlp(self._input(self.mlp_norm, x_BTD))
-        return self._add(self.mlp_norm, x_BTD, self._apply_dropout(y_BTD, key))
+        y_BTD = self._apply_dropout(y_BTD, key)
+        return self._add(self.mlp_norm, self.mlp_out_norm, x_BTD, y_BTD)
 
     def _input(self, norm: Norm, x_BTD: jax.Array) -> jax.Array:
         return x_BTD if self.norm_after or self.norm_outputs else norm(x_BTD)
 
-    def _add(self, norm: Norm, x_BTD: jax.Array, y_BTD: jax.Array) -> jax.Array:
+    def _add(
+        self, norm: Norm, out_norm: Norm | None, x_BTD: jax.Array, y_BTD: jax.Array
+    ) -> jax.Array:
         if self.norm_outputs:
             y_BTD = norm(y_BTD)
+        if out_norm is not None:
+            y_BTD = out_norm(y_BTD)
         x_BTD = x_BTD + _scaled(y_BTD, self.residual_scale)
         return norm(x_BTD) if self.norm_after else x_BTD
 
@@ -152,7 +163,7 @@ class Block(nnx.Module):
         """Applies the block with one layer of a cache; see `Attention.decode`."""
         h_BTD = self.attention_input(x_BTD)
         y_BTD, layer = self.attention.decode(h_BTD, positions, layer, counts_B, **options)
-        return self._add_mlp(self._add(self.attention_norm, x_BTD, y_BTD)), layer
+        return self._add_mlp(self._add_attention(x_BTD, y_BTD)), layer
 
 
 def make_layer_groups(
@@ -397,5 +408,6 @@ def make_norm(config: BlockConfig, rngs: nnx.Rngs) -> Norm:
         gain=config.norm_gain,
         bias=config.norm_bias,
         epsilon=config.norm_epsilon,
+        offset=config.norm_offset,
         rngs=rngs,
     )

@@ -170,6 +170,38 @@ def configs(width: int, layers: int, tokens: int) -> dict[str, transformers.PreT
             no_rope_layer_interval=2,
             rope_parameters=yarn,
         ),
+        "gemma2": of.Gemma2Config(
+            **padless,
+            head_dim=width // 2,
+            query_pre_attn_scalar=13,
+            sliding_window=4,
+            layer_types=by_layer,
+            attn_logit_softcapping=1.5,
+            final_logit_softcapping=3.0,
+            rope_parameters=angles(200.0),
+        ),
+        "gemma2_uncapped": of.Gemma2Config(
+            **padless | dict(num_key_value_heads=4),
+            head_dim=width // 2,
+            query_pre_attn_scalar=width // 2,
+            attention_bias=True,
+            tie_word_embeddings=False,
+            sliding_window=4,
+            attn_logit_softcapping=None,
+            final_logit_softcapping=None,
+            rope_parameters=yarn,
+        ),
+        "gemma3": of.Gemma3TextConfig(
+            **padless,
+            head_dim=width // 2,
+            query_pre_attn_scalar=11,
+            sliding_window=4,
+            layer_types=by_layer,
+            rope_parameters={
+                full: dict(rope_type="linear", rope_theta=90.0, factor=3.0),
+                sliding: angles(20.0),
+            },
+        ),
     }
 
 

@@ -43,6 +43,7 @@ def decode_attention(
     first_B: jax.Array,
     *,
     window: int = 0,
+    softcap: float = 0.0,
     implementation: str | None = None,
 ) -> jax.Array:
     """Attends with T new queries per sequence to its cache: [B, T, N, Hv], float32 or wider.
@@ -55,6 +56,8 @@ def decode_attention(
       cache: the arrays of one layer, [B, *shape, S], with the new tokens appended.
       first_B: [B] slot of each sequence's first new token; token t sees slots 0 .. first_B + t.
       window: if positive, token t sees only the last `window` of these slots; not for kernels.
+      softcap: c in c·tanh(z/c) of the scaled logits z, before a bias by position; 0: none; not for
+        kernels.
       implementation: "xla" (supports every input), "tpu" or "gpu" (Pallas kernels), or "reference",
         which expands the whole cache. None: the kernel of the device compiled for if it supports
         the inputs, else "xla"; the reason is logged once.
@@ -67,12 +70,15 @@ def decode_attention(
     S = next(iter(cache.values())).shape[-1]
     if S > rope.MAX_POSITION and _needs_angles(inputs):
         raise ValueError(f"a capacity of {S}: keys have angles up to {rope.MAX_POSITION} tokens")
-    name = implementation or ("xla" if window else default(inputs, cache))
+    options = {"window": window} if window else {}  # kernels have no such arguments
+    options |= {"softcap": softcap} if softcap else {}
+    name = implementation or ("xla" if options else default(inputs, cache))
+    if softcap and not implementation and _device_kernels():
+        log_once(__name__, logging.WARNING, "decode attention: the kernels have no soft cap: 'xla'")
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"implementation = {name!r}: must be one of {', '.join(IMPLEMENTATIONS)}")
-    if window and is_kernel(name):
-        raise NotImplementedError(f"the {name.upper()} kernels have no window: use 'xla'")
-    options = {"window": window} if window else {}  # kernels have no such argument
+    if options and is_kernel(name):
+        raise NotImplementedError(f"the {name.upper()} kernels have no {min(options)}: use 'xla'")
     if stripes.num_chips() > 1:
         return sharded.decode_attention(inputs, cache, first_B, implementation=name, **options)
     return IMPLEMENTATIONS[name](inputs, cache, first_B, **options)
@@ -90,7 +96,7 @@ def default(inputs: DecodeInputs, cache: Mapping[str, jax.Array]) -> str:
     over them: then each chip calls the kernel with its own part.
     """
     mesh, chips = jax.sharding.get_abstract_mesh(), stripes.num_chips()
-    name = kernels_of(mesh.abstract_device or jax.devices()[0])
+    name = _device_kernels()
     if name is None or mesh.size > chips:
         return "xla"
     if chips > 1:
@@ -106,6 +112,11 @@ def default(inputs: DecodeInputs, cache: Mapping[str, jax.Array]) -> str:
         log_once(__name__, logging.WARNING, f"decode attention: {error}")
         return "xla"
     return name
+
+
+def _device_kernels() -> str | None:
+    """Returns the name of the kernels for the device compiled for; None if it has none."""
+    return kernels_of(jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0])
 
 
 def kernels_of(device) -> str | None:

@@ -18,6 +18,7 @@ def decode_attention(
     first_B: jax.Array,
     *,
     window: int = 0,
+    softcap: float = 0.0,
     causal: bool = True,
 ) -> jax.Array:
     """Returns softmax(scale·q k^T + bias) v, [B, T, N, Hv], in float32 or wider.
@@ -26,18 +27,26 @@ def decode_attention(
       cache: arrays [B, *shape, S], see `cache_layouts`.
       first_B: [B] position of the first query; query t sees slots 0 .. first_B + t.
       window: if positive, query t sees only the last `window` of these slots.
+      softcap: see `api.decode_attention`.
       causal: False: every query sees slots 0 .. first_B.
     """
     with jax.default_matmul_precision("highest"):
-        return _attend(inputs, cache, first_B, window, causal)
+        return _attend(inputs, cache, first_B, window, softcap, causal)
 
 
 def _attend(
-    inputs: DecodeInputs, cache: Cache, first_B: jax.Array, window: int, causal: bool
+    inputs: DecodeInputs,
+    cache: Cache,
+    first_B: jax.Array,
+    window: int,
+    softcap: float,
+    causal: bool,
 ) -> jax.Array:
     q_BTNH, k_BSNH, v_BSNV = expand(inputs, cache)
     T, S = q_BTNH.shape[1], k_BSNH.shape[1]
     z_BNTS = inputs.scale * jnp.einsum("BTNH,BSNH->BNTS", q_BTNH, k_BSNH)
+    if softcap:
+        z_BNTS = softcap * jnp.tanh(z_BNTS / softcap)
     if inputs.bias is not None:
         z_BNTS = z_BNTS + inputs.bias.at(jnp.arange(S), first_B, z_BNTS.dtype)
     last_BT = first_B[:, None] + jnp.arange(T)[None] * causal

@@ -33,7 +33,7 @@ def decode_attention(
     first_B: jax.Array,
     *,
     implementation: str,
-    **window: int,
+    **options,
 ) -> jax.Array:
     """See `api.decode_attention`; the mesh around this call has the axis `stripes.AXIS`.
 
@@ -41,11 +41,12 @@ def decode_attention(
       cache: arrays sharded along S, a multiple of the number of chips; inputs and first_B are
         replicated.
       implementation: one of IMPLEMENTATIONS, which return log-sum-exps.
+      options: window and softcap, if there are any.
     """
 
     def attend_on_chip(inputs, cache, first_B):
         local = stripes.local_stripes(next(iter(cache.values())).shape[-1])
-        return merge(*IMPLEMENTATIONS[implementation](inputs, cache, first_B, local, **window))
+        return merge(*IMPLEMENTATIONS[implementation](inputs, cache, first_B, local, **options))
 
     specs = (P(), {name: stripes.spec(array) for name, array in cache.items()}, P())
     # check_vma rejects a loop whose carry is equal on all chips only at the start.

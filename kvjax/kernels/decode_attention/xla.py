@@ -30,6 +30,7 @@ def decode_attention(
     first_B: jax.Array,
     *,
     window: int = 0,
+    softcap: float = 0.0,
     causal: bool = True,
     tile_kv: int = TILE_KV,
 ) -> jax.Array:
@@ -39,7 +40,7 @@ def decode_attention(
       causal: False: all T tokens see slots 0 .. first_B.
       tile_kv: tokens per tile; the formula `cache_layouts.rotating.flops` holds for the default.
     """
-    options = dict(window=window, causal=causal, tile_kv=tile_kv)
+    options = dict(window=window, softcap=softcap, causal=causal, tile_kv=tile_kv)
     return attend_with_lse(inputs, cache, first_B, Stripes(), **options)[0]
 
 
@@ -50,6 +51,7 @@ def attend_with_lse(
     stripes: Stripes,
     *,
     window: int = 0,
+    softcap: float = 0.0,
     causal: bool = True,
     tile_kv: int = TILE_KV,
 ) -> tuple[jax.Array, jax.Array]:
@@ -69,10 +71,11 @@ def attend_with_lse(
         tile_kv = math.gcd(tile_kv, stripes.size)
 
     def in_tiles(inputs, cache, first_B):
-        return attend_in_tiles(inputs, cache, first_B, tile_kv, stripes, window, causal)
+        options = dict(window=window, softcap=softcap, causal=causal)
+        return attend_in_tiles(inputs, cache, first_B, tile_kv, stripes, **options)
 
     def at_once(inputs, cache, first_B):
-        return attend_at_once(inputs, cache, first_B, tile_kv, stripes)
+        return attend_at_once(inputs, cache, first_B, tile_kv, stripes, softcap)
 
     def on_cpu(inputs, cache, first_B):
         if S <= 4 * tile_kv:
@@ -94,11 +97,14 @@ def attend_in_tiles(
     first_B: jax.Array,
     tile_kv: int,
     stripes: Stripes = Stripes(),
+    *,
     window: int = 0,
+    softcap: float = 0.0,
     causal: bool = True,
 ):
     """Attends tile by tile with an online softmax; see `attend_with_lse`."""
-    problem = _Problem(inputs, cache, first_B, tile_kv, stripes, window, causal)
+    options = dict(window=window, softcap=softcap, causal=causal)
+    problem = _Problem(inputs, cache, first_B, tile_kv, stripes, **options)
     B, T, N = inputs.query.shape[:3]
     tiles = problem.tiles
 
@@ -124,9 +130,16 @@ def attend_in_tiles(
     return problem.finish(outputs, max_BNT, sum_BNT)
 
 
-def attend_at_once(inputs, cache, first_B: jax.Array, tile_kv: int, stripes: Stripes = Stripes()):
+def attend_at_once(
+    inputs,
+    cache,
+    first_B: jax.Array,
+    tile_kv: int,
+    stripes: Stripes = Stripes(),
+    softcap: float = 0.0,
+):
     """Attends with all logits in memory; rebuilds keys, if necessary, tile by tile."""
-    problem = _Problem(inputs, cache, first_B, tile_kv, stripes)
+    problem = _Problem(inputs, cache, first_B, tile_kv, stripes, softcap=softcap)
     B, T, N = inputs.query.shape[:3]
     tiles = problem.tiles
     if tiles.large_logits:
@@ -148,9 +161,11 @@ def attend_at_once(inputs, cache, first_B: jax.Array, tile_kv: int, stripes: Str
 class _Problem:
     """Arrays and sizes of one call, shared by `attend_in_tiles` and `attend_at_once`."""
 
-    def __init__(self, inputs, cache, first_B, tile_kv, stripes, window=0, causal=True):
+    def __init__(
+        self, inputs, cache, first_B, tile_kv, stripes, *, window=0, softcap=0.0, causal=True
+    ):
         self.inputs, self.cache, self.first_B, self.stripes = inputs, cache, first_B, stripes
-        self.window, self.causal = window, causal
+        self.window, self.softcap, self.causal = window, softcap, causal
         self.wide = jnp.promote_types(inputs.query.dtype, jnp.float32)
         self.S = next(iter(cache.values())).shape[-1]
         self.tile_kv = min(tile_kv, self.S)
@@ -187,6 +202,8 @@ class _Problem:
         slot_s = start + jnp.arange(z_BNTs.shape[-1], dtype=jnp.int32)
         position_s = self.stripes.position(slot_s)
         z_BNTs = self.inputs.scale * z_BNTs
+        if self.softcap:
+            z_BNTs = self.softcap * jnp.tanh(z_BNTs / self.softcap)
         bias = self.inputs.bias
         if bias is not None:
             z_BNTs = z_BNTs + bias.at(position_s, self.first_B, self.wide)

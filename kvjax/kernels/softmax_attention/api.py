@@ -32,6 +32,7 @@ def softmax_attention(
     causal: bool,
     window: int = 0,
     scale: float | None = None,
+    softcap: float = 0.0,
     implementation: str | None = None,
     query_chunk: int = 0,
     query_positions_T: np.ndarray | None = None,
@@ -51,6 +52,7 @@ def softmax_attention(
       window: if positive and causal, a query sees only its own key and the window - 1 before it.
       scale: factor of the logits, 1/sqrt(H) by default. Splash has no factor, so queries are
         multiplied by it in float32 and rounded to their dtype again.
+      softcap: c in c·tanh(z/c) of the scaled logits z; 0: none.
       implementation: "xla" (supports every argument), "splash" (for TPUs, interpreted elsewhere) or
         "cudnn". None: the kernel of the device compiled for if it supports the arguments, else
         "xla"; the reason is logged once.
@@ -87,6 +89,7 @@ def softmax_attention(
         causal=causal,
         window=window,
         scale=H**-0.5 if scale is None else scale,
+        softcap=softcap,
         query_chunk=query_chunk,
         query_positions_T=_positions(query_positions_T, T),
         key_positions_S=_positions(key_positions_S, S),

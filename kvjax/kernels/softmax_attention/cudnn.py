@@ -35,6 +35,8 @@ def check(q_BTNH, k_BSKH, v_BSKV, options: Options) -> None:
         refuse("segment ids are not supported")
     if options.window:
         refuse(f"a window ({options.window} tokens) is not supported")
+    if options.softcap:
+        refuse(f"a soft cap of logits ({options.softcap:g}) is not supported")
     if options.causal and T != S:
         refuse(f"causal attention of {T} queries over {S} keys: must be equal numbers")
     if (device := _gpu()) is None:

@@ -29,6 +29,7 @@ class Options:
     causal: bool
     window: int  # 0: none
     scale: float
+    softcap: float  # 0: none
     query_chunk: int
     query_positions_T: np.ndarray | None  # None: 0..T-1
     key_positions_S: np.ndarray | None

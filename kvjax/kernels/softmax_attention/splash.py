@@ -90,6 +90,7 @@ def splash_attention(q_BTNH, k_BSKH, v_BSKV, options: Options) -> jax.Array:
         block_sizes=_block_sizes(T // sequence, S, _row_bytes(k_BSKH, v_BSKV)),
         head_shards=1,  # all heads have equal masks
         q_seq_shards=mask_shards,
+        attn_logits_soft_cap=options.softcap or None,
         residual_checkpoint_name=RESIDUALS,
         interpret=interpret,
     )

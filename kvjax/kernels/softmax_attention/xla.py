@@ -21,7 +21,7 @@ def softmax_attention(q_BTNH, k_BSKH, v_BSKV, options: Options) -> jax.Array:
     in_chunks = options.causal and 0 < options.query_chunk < T
     if copies == 1 and in_order and not (in_chunks or options.window):
         mask = _mask(options, slice(T), slice(S), None)
-        o_BTNV = _attend(*arrays, scale=options.scale, mask=mask, is_causal=options.causal)
+        o_BTNV = _attend(*arrays, options, mask=mask, is_causal=options.causal)
     elif copies == 1:
         t_T, s_S = all_positions(options, T, S)
         o_BTNV = _by_positions(*arrays, options, t_T[None], s_S)
@@ -66,7 +66,7 @@ def _by_positions(q, k, v, options: Options, t_BT: np.ndarray, s_S: np.ndarray) 
         positions = (t_BT[:, queries], s_S[keys]) if options.causal else None
         mask = _mask(options, queries, keys, positions)
         arrays = q[:, queries], k[:, keys], v[:, keys]
-        outputs.append(_attend(*arrays, scale=options.scale, mask=mask))
+        outputs.append(_attend(*arrays, options, mask=mask))
     return jnp.concatenate(outputs, axis=1) if len(outputs) > 1 else outputs[0]
 
 
@@ -113,22 +113,33 @@ def _join_rows(x_BT: jax.Array, n: int) -> jax.Array:
     return x.swapaxes(0, 1).reshape(nB // n, n * T, *rest)
 
 
-def _attend(q, k, v, **options) -> jax.Array:
-    """Calls JAX's attention; in float64 ours, because JAX computes the softmax in float32."""
-    attend = _float64_attention if q.dtype == jnp.float64 else jax.nn.dot_product_attention
-    return attend(q, k, v, **options)
+def _attend(q, k, v, options: Options, *, mask=None, is_causal=False) -> jax.Array:
+    """Calls JAX's attention; ours with a soft cap, and in float64, whose softmax JAX computes in
+    float32.
+    """
+    arguments = dict(scale=options.scale, mask=mask, is_causal=is_causal)
+    if q.dtype == jnp.float64 or options.softcap:
+        return _attention(q, k, v, softcap=options.softcap, **arguments)
+    return jax.nn.dot_product_attention(q, k, v, **arguments)
 
 
-def _float64_attention(q_BTNH, k_BSKH, v_BSKV, *, scale, mask=None, is_causal=False) -> jax.Array:
-    """Computes `jax.nn.dot_product_attention` entirely in float64."""
+def _attention(
+    q_BTNH, k_BSKH, v_BSKV, *, scale, mask=None, is_causal=False, softcap=0.0
+) -> jax.Array:
+    """Computes `jax.nn.dot_product_attention`; logits and softmax are float32 or wider."""
     B, T, N, H = q_BTNH.shape
     S, K = k_BSKH.shape[1:3]
+    wide = jnp.promote_types(q_BTNH.dtype, jnp.float32)
     q_BTKrH = q_BTNH.reshape(B, T, K, N // K, H)
-    z_BKrTS = scale * jnp.einsum("BTKrH,BSKH->BKrTS", q_BTKrH, k_BSKH)
+    z_BKrTS = jnp.einsum("BTKrH,BSKH->BKrTS", q_BTKrH, k_BSKH, preferred_element_type=wide)
+    z_BKrTS = scale * z_BKrTS
+    if softcap:
+        z_BKrTS = softcap * jnp.tanh(z_BKrTS / softcap)
     if is_causal:
         lower = jnp.tril(jnp.ones((T, S), bool))[None, None]
         mask = lower if mask is None else mask & lower
     if mask is not None:
         z_BKrTS = jnp.where(mask[:, :, None], z_BKrTS, -jnp.inf)
-    o_BTKrV = jnp.einsum("BKrTS,BSKV->BTKrV", jax.nn.softmax(z_BKrTS, axis=-1), v_BSKV)
+    p_BKrTS = jax.nn.softmax(z_BKrTS, axis=-1).astype(v_BSKV.dtype)
+    o_BTKrV = jnp.einsum("BKrTS,BSKV->BTKrV", p_BKrTS, v_BSKV)
     return o_BTKrV.reshape(B, T, N, -1)
