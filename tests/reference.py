@@ -311,7 +311,8 @@ def queries_keys_values(config, w, x_BTD, positions_T, base):
     def norm(y, name):
         if config.qk_norm in ("none", "rms_whole"):
             return y
-        gain = w[name]["gain"] if config.qk_norm == "rms_gain" else None
+        gain = w[name]["gain"] if config.qk_norm in ("rms_gain", "rms_offset") else None
+        gain = 1 + gain if config.qk_norm == "rms_offset" else gain
         return rms(y, config.norm_epsilon, gain)
 
     def rotated(y):
@@ -368,11 +369,22 @@ def softmax(z, axis=-1):
     return e / e.sum(axis=axis, keepdims=True)
 
 
-def attention(config, weights, x_BTD, *, base, causal, window=0, factor=1.0, positions_T=None):
+def attention(
+    config,
+    weights,
+    x_BTD,
+    *,
+    base,
+    causal,
+    window=0,
+    factor=1.0,
+    softcap=0.0,
+    positions_T=None,
+):
     """Returns softmax attention [B, T, D] from an attention module's weights, head by head.
 
     Args:
-      factor: of logits.
+      factor: of logits, before the soft cap.
     """
     T = x_BTD.shape[1]
     positions_T = np.arange(T) if positions_T is None else positions_T
@@ -381,6 +393,7 @@ def attention(config, weights, x_BTD, *, base, causal, window=0, factor=1.0, pos
     values = queries_keys_values(*arguments)[2]
     for z, v in zip(attention_maps(*arguments), values, strict=True):
         z = factor * z
+        z = softcap * np.tanh(z / softcap) if softcap else z
         if causal:
             distance = np.arange(T)[:, None] - np.arange(T)
             z = np.where((distance >= 0) & (distance < (window or T)), z, -np.inf)
@@ -403,7 +416,8 @@ def _norm(block, w, x):
     if block.norm == "layer":
         x = x - x.mean(-1, keepdims=True)
     x = rms(x, block.norm_epsilon)
-    return x * w.get("gain", 1.0) + w.get("bias", 0.0)
+    gain = 1 + w["gain"] if block.norm_offset and "gain" in w else w.get("gain", 1.0)
+    return x * gain + w.get("bias", 0.0)
 
 
 def _layer(block, layer):
@@ -414,6 +428,11 @@ def _layer(block, layer):
     if window and block.window_rope_base:
         return dict(base=block.window_rope_base, window=window)
     return dict(base=block.angles_base, window=window, factor=block.rope_attention_factor**2)
+
+
+def _gelu(x):
+    """GPT-2's, with tanh."""
+    return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
 def _same(_, x):
@@ -445,23 +464,26 @@ def activations(config, weights, tokens_BT):
         if c.norm_outputs:
             pre_norm, output_norm = _same, norm
         h = pre_norm("attention_norm", x)
-        y = attention(mechanism, w["attention"], h, causal=c.causal, **_layer(c, layer))
-        x = post_norm("attention_norm", x + c.residual_scale * output_norm("attention_norm", y))
+        options = dict(causal=c.causal, softcap=c.attention_softcap)
+        y = attention(mechanism, w["attention"], h, **options, **_layer(c, layer))
+        y = norm("attention_out_norm", y) if c.norm_both else output_norm("attention_norm", y)
+        x = post_norm("attention_norm", x + c.residual_scale * y)
         h, m = pre_norm("mlp_norm", x), w["mlp"]
         up = h @ m["up"] + m.get("up_bias", 0.0)
         if c.activation == "relu2":
             up = np.maximum(up, 0) ** 2
         elif c.activation == "relu":
             up = np.maximum(up, 0)
-        elif c.activation == "gelu":  # GPT-2's, with tanh
-            up = 0.5 * up * (1 + np.tanh(math.sqrt(2 / math.pi) * (up + 0.044715 * up**3)))
+        elif c.activation == "gelu":
+            up = _gelu(up)
         elif c.activation == "gelu_exact":
             up = up * (1 + scipy.special.erf(up / math.sqrt(2))) / 2
         else:
             gate = h @ m["gate"]
-            up = gate / (1 + np.exp(-gate)) * up
+            up = (_gelu(gate) if c.activation == "geglu" else gate / (1 + np.exp(-gate))) * up
         y = up @ m["down"] + m.get("down_bias", 0.0)
-        x = post_norm("mlp_norm", x + c.residual_scale * output_norm("mlp_norm", y))
+        y = norm("mlp_out_norm", y) if c.norm_both else output_norm("mlp_norm", y)
+        x = post_norm("mlp_norm", x + c.residual_scale * y)
     x = x if c.norm_after else _norm(c, weights.get("final_norm", {}), x)
     return x / c.logit_divisor
 

@@ -4,13 +4,13 @@
     python -m kvjax.convert.export --workdir=runs/lrkv --out=~/models/small --format=factored
     python -m kvjax.convert.export --workdir=runs/mla --out=~/models/mla --format=deepseek
 
-huggingface writes a model that transformers loads: GPT-2, Llama, Mistral, Granite, OLMo 2 or 3,
-Qwen 2 or 3, SmolLM3, or NanoChat for models of this repository's recipe. Factors are multiplied
-out, so the cache is that of MHA, GQA or MQA. factored keeps the factors: `python -m kvjax.convert
---source=OUT` reads the folder, and its README.md describes it for other programs. auto is
-huggingface if that enlarges no cache, else factored. deepseek is for models whose attention is MLA
-in substance, without QK-norm: vLLM, SGLang and transformers read them as DeepSeek-V3 and cache
-C + P numbers per token and layer.
+huggingface writes a model that transformers loads: GPT-2, Llama, Mistral, Gemma 2 or 3, Granite,
+OLMo 2 or 3, Qwen 2 or 3, SmolLM3, or NanoChat for models of this repository's recipe. Factors are
+multiplied out, so the cache is that of MHA, GQA or MQA. factored keeps the factors: `python -m
+kvjax.convert --source=OUT` reads the folder, and its README.md describes it for other programs.
+auto is huggingface if that enlarges no cache, else factored. deepseek is for models whose attention
+is MLA in substance, without QK-norm: vLLM, SGLang and transformers read them as DeepSeek-V3 and
+cache C + P numbers per token and layer.
 """
 
 import argparse

@@ -53,7 +53,9 @@ def row_id(row):
 class Run:
     """One attention module in one dtype: on whole sequences, and over a cache."""
 
-    def __init__(self, config, base, graph, weights, dtype, implementation="small_tiles"):
+    def __init__(
+        self, config, base, graph, weights, dtype, implementation="small_tiles", softcap=0.0
+    ):
         self.config, self.base, self.dtype = config, base, jnp.dtype(dtype)
 
         def cast(w):
@@ -65,13 +67,13 @@ class Run:
         def full(weights, x_BTD):
             index = np.arange(x_BTD.shape[1], dtype=np.int32)[None]
             positions = rope.positions(index, config.rope_dim, base)
-            return nnx.merge(graph, weights)(x_BTD, positions, causal=True)
+            return nnx.merge(graph, weights)(x_BTD, positions, causal=True, softcap=softcap)
 
         @functools.partial(jax.jit, donate_argnums=2)
         def decode(weights, x_BTD, layer, first_B, counts_B):
             index = first_B[:, None] + jnp.arange(x_BTD.shape[1], dtype=jnp.int32)[None]
             positions = rope.positions(index, config.rope_dim, base)
-            options = dict(rope_base=base, implementation=implementation)
+            options = dict(rope_base=base, implementation=implementation, softcap=softcap)
             return nnx.merge(graph, weights).decode(x_BTD, positions, layer, counts_B, **options)
 
         self._full, self._decode = full, decode
@@ -157,14 +159,15 @@ def make_run(randomise, config, base, dtype, d_model=D, **keys) -> Run:
     return Run(config, base, nnx.split(module)[0], weights, dtype, **keys)
 
 
-def check(randomise, config, base):
+def check(randomise, config, base, **keys):
     """Asserts that decoding is attention over the whole sequence, in float64, however it is split.
 
     Args:
       randomise: the fixture.
       base: RoPE's base, or None.
+      keys: options of `Run`.
     """
-    run, x = make_run(randomise, config, base, jnp.float64), sequences()
+    run, x = make_run(randomise, config, base, jnp.float64, **keys), sequences()
     expected = run.full(x)
     assert np.abs(expected).max() > 0.1
 

@@ -147,6 +147,13 @@ def test_the_law_for_mechanisms(x64, make_mechanism, randomise, mechanism_name):
     law.check(randomise, make_mechanism(mechanism_name, qk_norm="rms_gain"), law.BASE)
 
 
+@pytest.mark.parametrize(
+    "mechanism_name", quick.only(["lrkv_gqa"], [*quick.READERS, "lrkv_shared_rope"])
+)
+def test_the_law_with_a_soft_cap(x64, make_mechanism, randomise, mechanism_name):
+    law.check(randomise, make_mechanism(mechanism_name), law.BASE, softcap=0.7)
+
+
 # -- other implementations and dtypes --------------------------------------------------------------
 
 

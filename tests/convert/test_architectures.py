@@ -25,7 +25,10 @@ PHI3 = LLAMA | dict(model_type="phi3")
 OLMO2 = LLAMA | dict(model_type="olmo2")
 OLMO3, SMOLLM3 = LLAMA | dict(model_type="olmo3"), LLAMA | dict(model_type="smollm3")
 GRANITE = LLAMA | dict(model_type="granite")
+GEMMA2, GEMMA3 = LLAMA | dict(model_type="gemma2"), LLAMA | dict(model_type="gemma3_text")
 ROPE = dict(rope_type="default", rope_theta=9.0)
+LINEAR = dict(rope_type="linear", factor=8.0)
+FULL, SLIDING = "full_attention", "sliding_attention"
 WINDOWED = dict(sliding_window=5, use_sliding_window=True)
 SCALED = dict(
     rope_type="llama3",
@@ -123,6 +126,40 @@ def test_granite_multiplies():
     assert usual.attention == sections(LLAMA).attention
 
 
+def test_gemma_by_its_defaults():
+    shared = dict(norm_both=True, norm_offset=True, activation="geglu", tied_head=True)
+    shared |= dict(embedding_scale=8**0.5, window=4096, rope_factor=1.0)
+    found = sections(GEMMA2)
+    model = shared | dict(logit_softcap=30.0, attention_softcap=50.0, window_layers=(1, 0))
+    assert (model | dict(rope_base=1e4, window_rope_base=0.0)).items() <= found.model.items()
+    attention = dict(qk_norm="none", key_dim=256, logit_scale=0.0)  # 1/sqrt(256)
+    assert attention.items() <= found.attention.items()
+    found = sections(GEMMA3)
+    model = shared | dict(logit_softcap=0.0, attention_softcap=0.0, window_layers=())
+    assert (model | dict(rope_base=1e6, window_rope_base=1e4)).items() <= found.model.items()
+    assert found.attention["qk_norm"] == "rms_offset" and found.attention["norm_epsilon"] == 1e-5
+    keys = dict(head_dim=6, query_pre_attn_scalar=25, final_logit_softcapping=7.0)
+    for family in (GEMMA2, GEMMA3):
+        found = sections(family | keys)
+        assert found.attention["logit_scale"] == 0.2 and found.model["logit_softcap"] == 7.0
+    uncapped = sections(GEMMA2 | dict(attn_logit_softcapping=None, final_logit_softcapping=None))
+    assert (uncapped.model["attention_softcap"], uncapped.model["logit_softcap"]) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    "keys, base, local, factor",
+    [
+        (dict(rope_theta=7.0, rope_local_base_freq=3.0), 7.0, 3.0, 1.0),
+        (dict(rope_scaling=LINEAR), 1e6, 1e4, 8.0),
+        (dict(rope_parameters={FULL: LINEAR | dict(rope_theta=5.0), SLIDING: ROPE}), 5.0, 9.0, 8.0),
+    ],
+)
+def test_two_bases_of_gemma3(keys, base, local, factor):
+    model = sections(GEMMA3 | dict(sliding_window_pattern=2) | keys).model
+    assert (model["rope_base"], model["window_rope_base"]) == (base, local)
+    assert (model["rope_factor"], model["window_layers"]) == (factor, (1, 0))
+
+
 @pytest.mark.parametrize(
     "keys",
     [
@@ -184,9 +221,6 @@ def test_unscaled_rope(keys):
 def test_windows(config, keys, window):
     model = sections(config | keys).model
     assert (model["window"], model["window_layers"]) == (window, ())
-
-
-FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 @pytest.mark.parametrize(
@@ -289,6 +323,11 @@ REFUSED = [
     (SMOLLM3, dict(no_rope_layers=[1, 2]), "no_rope_layers = [1, 2]: must have a 0 or a 1"),
     (SMOLLM3, dict(mlp_bias=True), "mlp_bias = True: changes the model"),
     (SMOLLM3, dict(layer_types=[FULL, SLIDING]), "and use_sliding_window is not set"),
+    (GEMMA2, dict(use_bidirectional_attention=True), "must be false: tokens see earlier tokens"),
+    (GEMMA2, dict(hidden_activation="silu"), "hidden_activation = 'silu': must be one of 'gelu_py"),
+    (GEMMA3, dict(attn_logit_softcapping=50.0), "must be null: attention of this family has no"),
+    (GEMMA3, dict(sliding_window_pattern="LG"), "sliding_window_pattern = 'LG' is a str"),
+    (LLAMA, dict(model_type="gemma3"), "model_type = 'gemma3': must be one of gpt2, llama"),
     (OLMO3, dict(sliding_window=None), "must be a number: layers have a sliding window"),
     (OLMO3, dict(rope_parameters=YARN), "must have full_attention and sliding_attention"),
     (OLMO3, dict(rope_theta=1e4), "rope_theta = 10000.0: transformers 4 and 5 give layers with a"),
@@ -362,6 +401,17 @@ REAL = {
     | GATED
     | dict(rope_scaling=YARN | dict(attention_factor=1.2, beta_fast=32.0, beta_slow=1.0))
     | dict(sliding_window=4096, layer_types=[SLIDING, FULL], attention_bias=False),
+    "Gemma 2": GEMMA2
+    | GATED
+    | dict(hidden_act="gelu_pytorch_tanh", hidden_activation="gelu_pytorch_tanh", head_dim=2)
+    | dict(cache_implementation="hybrid", attn_logit_softcapping=50.0, query_pre_attn_scalar=2)
+    | dict(final_logit_softcapping=30.0, sliding_window=4096, attention_bias=False),
+    "Gemma 3": GEMMA3
+    | OF_V4
+    | dict(hidden_activation="gelu_pytorch_tanh", head_dim=2, query_pre_attn_scalar=2)
+    | dict(rope_theta=1e6, rope_local_base_freq=1e4, rope_scaling=None, sliding_window=512)
+    | dict(sliding_window_pattern=6, final_logit_softcapping=None, attn_logit_softcapping=None)
+    | dict(cache_implementation="hybrid", attention_bias=False, attention_dropout=0.0),
     "OLMo 2": OLMO2 | GATED | dict(attention_bias=False),
     "Granite 3": GRANITE
     | GATED
@@ -397,7 +447,8 @@ FOREIGN = dict(
     of_no_layer=dict(no_rope_layers=[]),
     nanogpt=dict(bias=True, qk_norm=True, attn_output_gate=True),
     gemma=dict(query_pre_attn_scalar=256, attn_logit_softcapping=50.0, hidden_activation="gelu"),
-    gemma2=dict(final_logit_softcapping=30.0, sliding_window_pattern=6, rope_local_base_freq=1e4),
+    gemma2_cap=dict(final_logit_softcapping=30.0),
+    gemma3=dict(sliding_window_pattern=6, rope_local_base_freq=1e4),
     cohere=dict(logit_scale=0.06, use_qk_norm=True, layer_norm_eps=1e-5),
     olmo=dict(clip_qkv=8.0),
     phi3=dict(original_max_position_embeddings=4096),
@@ -415,6 +466,8 @@ OWN = {
     "Phi 3, Phi 4": ("phi3",),
     "Granite 3": ("granite",),
     "SmolLM 3": ("smollm3", "of_no_layer"),
+    "Gemma 2": ("gemma", "gemma2_cap"),
+    "Gemma 3": ("gemma", "gemma2_cap", "gemma3"),
 }  # by name in REAL, what is not foreign to it
 
 

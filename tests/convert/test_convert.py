@@ -44,7 +44,7 @@ BY_WEIGHTS = ("--objective=weights", "--evaluate_tokens=0")
     "source, method",
     quick.only(
         [("smollm3", "thin")],
-        itertools.product(["llama_tied_bias", "gpt2", "qwen2", "smollm3", "qwen3_yarn"], METHODS),
+        itertools.product(["llama_tied_bias", "gpt2", "qwen2", "smollm3", "gemma3"], METHODS),
     ),
 )
 def test_smaller_caches(run, imported, text, tmp_path, source, method):

@@ -81,16 +81,17 @@ def test_sensitivities(name):
         return [q_BTNH, k_BSNH, jnp.einsum("BSNH,NHD->BSND", v_BSNH, attention.out[...])]
 
     observed = layerwise.LayerwisePass(source, rows).layers(observe)
-    for (_, kind), ((q, k, v),) in zip(source.transformer.layers, observed, strict=True):
+    for (mechanism, kind), ((q, k, v),) in zip(source.transformer.layers, observed, strict=True):
         q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
         T = q.shape[1]
         visible = np.tri(T, dtype=bool) & ~np.tri(T, k=-(kind.window or T), dtype=bool)
-        logits = np.where(
-            visible, np.einsum("BTNH,BSNH->BNTS", q, k) * q.shape[-1] ** -0.5, -np.inf
-        )
+        logits = np.einsum("BTNH,BSNH->BNTS", q, k) * mechanism.scale
 
-        def outputs(logits, v, factor=kind.logit_factor):
-            logits = factor * logits
+        def outputs(logits, v, kind=kind, visible=visible):
+            logits = kind.logit_factor * logits
+            if kind.softcap:
+                logits = kind.softcap * np.tanh(logits / kind.softcap)
+            logits = np.where(visible, logits, -np.inf)
             p = np.exp(logits - logits.max(axis=-1, keepdims=True))
             return np.einsum("BNTS,BSND->BNTD", p / p.sum(axis=-1, keepdims=True), v)
 

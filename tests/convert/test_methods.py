@@ -28,6 +28,10 @@ SOURCES = {
         True,
     ),
     "qwen3": (dict(num_kv_heads=2, num_bases=2, qk_norm="rms_gain"), True),
+    "gemma3": (
+        dict(num_kv_heads=2, num_bases=2, qk_norm="rms_offset", logit_scale=0.6),
+        True,
+    ),
     "nanochat": (dict(num_kv_heads=4, num_bases=4, qk_norm="rms"), True),
     "normed": (dict(num_kv_heads=2, num_bases=2, qk_norm="rms", bias=True), False),
 }

@@ -104,7 +104,10 @@ def test_a_workdir_has_the_published_model(imported):
 
 @pytest.mark.parametrize(
     "name",
-    quick.only(["smollm3"], ["llama_tied_bias", "gpt2", "qwen2", "qwen3", "smollm3", "qwen3_yarn"]),
+    quick.only(
+        ["smollm3", "gemma3"],
+        ["llama_tied_bias", "gpt2", "qwen2", "qwen3", "smollm3", "qwen3_yarn", "gemma2", "gemma3"],
+    ),
 )
 def test_full_rank_changes_no_logits(imported, name):
     source = model_lib.open(str(imported(name)))

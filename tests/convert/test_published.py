@@ -43,7 +43,7 @@ def configure(folder, **keys):
     path.write_text(json.dumps(json.loads(path.read_text()) | keys))
 
 
-QUICK = ["gpt2", "qwen2", "qwen3_yarn", "olmo3", "smollm3_window"]
+QUICK = ["gpt2", "qwen2", "qwen3_yarn", "olmo3", "smollm3_window", "gemma2", "gemma3"]
 
 
 @pytest.mark.parametrize("name", quick.only(QUICK, comparison.MODELS))
@@ -51,7 +51,7 @@ def test_logits_equal_transformers(name):
     assert comparison.difference(comparison.PUBLISHED / name) < comparison.TOLERANCE
 
 
-@pytest.mark.parametrize("name", quick.only(["olmo3"], comparison.MODELS))
+@pytest.mark.parametrize("name", quick.only(["olmo3", "gemma2"], comparison.MODELS))
 def test_greedy_text_equals_transformers(name):
     """Decoded from a cache, token by token."""
     stored = np.load(comparison.PUBLISHED / name / "logits.npz")

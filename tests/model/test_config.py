@@ -28,6 +28,7 @@ BOUNDS = dict(
     max_positions=(1, 16_777_216),
     rope_original=(1, 16_777_216),
     logit_softcap=(0.01, 1e6),
+    attention_softcap=(0.01, 1e6),
     logit_divisor=(1e-6, 1e6),
     embedding_scale=(1e-6, 1e6),
     residual_scale=(1e-6, 1e6),
@@ -47,7 +48,7 @@ NAMES = dict(
     norm=("rms", "layer"),
     positions=("rope", "learned", "sinusoidal", "none"),
     rope_scaling=("llama3", "yarn", "linear"),
-    activation=("relu2", "relu", "gelu", "gelu_exact", "swiglu"),
+    activation=("relu2", "relu", "gelu", "gelu_exact", "swiglu", "geglu"),
 )
 
 
@@ -63,7 +64,7 @@ def _message(**keys) -> str:
 def test_bounds_of_a_block():
     for key, (least, most) in BOUNDS.items():
         shown = [f"{x:,}" if isinstance(x, int) else f"{x:g}" for x in (least, most)]
-        none = "0 (none), or " if key == "logit_softcap" else ""
+        none = "0 (none), or " if key.endswith("softcap") else ""
         expected = f"must be {none}at least {shown[0]} and at most {shown[1]}"
         for value in (least, most):  # the least of rope_high is not more than rope_low
             assert not _message(**{key: value}).endswith(expected)
@@ -79,6 +80,10 @@ def test_bounds_of_a_block():
         rope_high=1.0
     )
     assert "norm_outputs = True: must be False if" in _message(norm_outputs=True, norm_after=True)
+    for other in ("norm_after", "norm_outputs"):
+        assert f"norm_both = True: must be False if config.model.{other} is True" in _message(
+            norm_both=True, **{other: True}
+        )
     expected = _message(window=4, causal=False)
     assert "window = 4: needs config.model.causal = True; or set it to 0" in expected
 

@@ -46,6 +46,18 @@ MODELS = {
         [("gqa", dict(qk_norm="rms_whole")), ("lrkv", {})],
         dict(norm_gain=True, norm_outputs=True, rope_base=100.0),
     ),
+    "gemma": (
+        [("gqa", dict(qk_norm="rms_offset")), ("lrkv", {}), ("factored", {}), ("mla", {})],
+        dict(
+            norm_gain=True,
+            norm_offset=True,
+            norm_both=True,
+            activation="geglu",
+            attention_softcap=0.8,
+            window=5,
+            window_layers=(1, 0, 1, 0),
+        ),
+    ),
     "layers_of_several_kinds": (
         [("gqa", {}), ("lrkv", {}), ("mla", {}), ("lrkv", {})],
         dict(

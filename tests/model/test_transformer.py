@@ -67,6 +67,19 @@ OPTIONS = {
         dict(qk_norm="rms_whole"),
         dict(norm_gain=True, norm_outputs=True, activation="swiglu", residual_scale=0.5),
     ),
+    "gemma": (
+        "gqa",
+        dict(qk_norm="rms_offset", logit_scale=0.9),
+        dict(
+            norm_gain=True,
+            norm_offset=True,
+            norm_both=True,
+            embedding_norm=False,
+            activation="geglu",
+            attention_softcap=0.8,
+            window=5,
+        ),
+    ),
     "alibi": ("lrkv", dict(alibi=True), dict(positions="none")),
     "partial_rope": ("lrkv", {}, dict(rope_base=50.0, rope_fraction=0.5)),
     "factored": ("factored", dict(bias=True), dict(window=3)),
@@ -123,7 +136,9 @@ def _initial(config, seed=0):
     return _init(config)(jax.random.key(seed))
 
 
-@pytest.mark.parametrize("name", quick.only(["gpt2", "llama3", "olmo2", "encoder"], OPTIONS))
+@pytest.mark.parametrize(
+    "name", quick.only(["gpt2", "llama3", "olmo2", "gemma", "encoder"], OPTIONS)
+)
 def test_equals_the_reference(x64, make_mechanism, randomise, name):
     mechanism, keys, block = OPTIONS[name]
     mechanism = make_mechanism(mechanism, **keys)

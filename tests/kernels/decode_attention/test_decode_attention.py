@@ -337,18 +337,44 @@ def test_a_window_of_the_last_tokens(x64, name, T, window):
     np.testing.assert_array_equal(attend(inputs, unread, first_B), attend(inputs, cache, first_B))
 
 
-def test_kernels_have_no_window(x64):
+@pytest.mark.parametrize("option", [dict(window=4), dict(softcap=0.5)], ids=str)
+def test_kernels_have_no_window_and_no_soft_cap(x64, option):
     inputs, cache = _build("mha", 1)
     first_B = jnp.asarray([17, 0, 36], jnp.int32)
+    (key,) = option
     for name in ("tpu", "gpu"):
-        with pytest.raises(NotImplementedError, match=f"the {name.upper()} kernels have no window"):
-            decode_attention(inputs, cache, first_B, window=4, implementation=name)
+        with pytest.raises(NotImplementedError, match=f"the {name.upper()} kernels have no {key}"):
+            decode_attention(inputs, cache, first_B, **option, implementation=name)
     implementations = (decode_attention, reference.decode_attention)
-    windowed, expected = (
-        jax.jit(functools.partial(implementation, window=4))(inputs, cache, first_B)
+    found, expected = (
+        jax.jit(functools.partial(implementation, **option))(inputs, cache, first_B)
         for implementation in implementations
     )
-    np.testing.assert_allclose(windowed, expected, rtol=1e-11, atol=1e-11)
+    np.testing.assert_allclose(found, expected, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    "name, T", quick.only([("lrkv", 1), ("mla", 3)], itertools.product(("lrkv", "mla"), (1, 3)))
+)
+def test_a_soft_cap(x64, name, T):
+    """All at once, tile by tile, and with a window, against NumPy."""
+    inputs, cache = _build(name, T)
+    first_B = jnp.asarray([37, 16, 15], jnp.int32)
+    q, k, v = map(np.asarray, jax.jit(reference.expand)(inputs, cache))
+    for window, tile_kv in ((0, 128), (0, 8), (9, 8)):
+        options = dict(window=window, softcap=0.5)
+        attend = jax.jit(functools.partial(xla.decode_attention, **options, tile_kv=tile_kv))
+        definition = jax.jit(functools.partial(reference.decode_attention, **options))
+        found, expected = attend(inputs, cache, first_B), definition(inputs, cache, first_B)
+        np.testing.assert_allclose(found, expected, rtol=1e-11, atol=1e-11)
+        for b, first in enumerate(first_B.tolist()):
+            for t in range(T):
+                seen = slice(max(0, first + t + 1 - (window or first + T)), first + t + 1)
+                z_NS = 0.5 * np.tanh(
+                    2 * inputs.scale * np.einsum("NH,SNH->NS", q[b, t], k[b, seen])
+                )
+                o_NV = np.einsum("NS,SNV->NV", special.softmax(z_NS, axis=-1), v[b, seen])
+                np.testing.assert_allclose(expected[b, t], o_NV, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize("first", [[3, 0, 20], [250, 3, 17]], ids=["short", "long"])

@@ -30,14 +30,16 @@ def segments(B, length=T):
     return np.stack([find(row) for row in range(B)])
 
 
-def numpy(q, k, v, sees_BTS, scale=None):
+def numpy(q, k, v, sees_BTS, scale=None, softcap=0.0):
     """Returns attention's output [B, T, N, Hv] in float64, head by head in NumPy."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     group = q.shape[2] // k.shape[2]
     outputs = []
     for n in range(q.shape[2]):
         z = np.einsum("bth,bsh->bts", q[:, :, n], k[:, :, n // group])
-        z = np.where(sees_BTS, z * (scale or q.shape[-1] ** -0.5), -np.inf)
+        z = z * (scale or q.shape[-1] ** -0.5)
+        z = softcap * np.tanh(z / softcap) if softcap else z
+        z = np.where(sees_BTS, z, -np.inf)
         p = np.exp(z - z.max(-1, keepdims=True))
         outputs.append(p / p.sum(-1, keepdims=True) @ v[:, :, n // group])
     return np.stack(outputs, axis=2)

@@ -63,6 +63,7 @@ CUDNN_REFUSES = [
     ({}, dict(query_positions_T=zigzag(256, 2)), "zig-zag"),
     ({}, dict(segment_ids_BS=jnp.zeros((2, 256), jnp.int32)), "segment ids are not supported"),
     ({}, dict(window=100), "window .100 tokens. is not supported"),
+    ({}, dict(softcap=50.0), "soft cap of logits .50. is not supported"),
     ({}, dict(mesh=dict(sequence=2)), "sequence = 2 devices"),
     (dict(B=6), dict(mesh=dict(data=2, fsdp=2)), "batch of 6 is not .* data x fsdp = 4"),
 ]

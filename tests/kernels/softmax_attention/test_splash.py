@@ -66,6 +66,15 @@ def test_splash_scale(small_blocks):
     assert np.abs(got[0] - default_scale[0]).max() > 0.1
 
 
+@pytest.mark.slow
+def test_splash_softcap(small_blocks):
+    arrays, options = cases.arrays(1, 2, 2, 16, 16), dict(causal=True, softcap=0.8)
+    got = cases.run(arrays, implementation="splash", **options)
+    cases.assert_near(got, cases.exact(arrays, **options), 64 * np.finfo(np.float32).eps)
+    uncapped = cases.exact(arrays, causal=True)
+    assert np.abs(got[0] - uncapped[0]).max() > 0.05
+
+
 @pytest.mark.parametrize("window", quick.only([200], [2, 100, 128, 200]))
 def test_splash_window(small_blocks, window):
     """Windows within a block of 128, of a whole block, and with blocks that no query sees."""

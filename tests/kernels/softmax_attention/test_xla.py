@@ -14,17 +14,20 @@ from tests.kernels.softmax_attention import cases
 B, T, S, N, K, H, HV = 3, 8, 12, 6, 2, 5, 7
 ORDERS = ("in order", "queries", "both")
 
-# Chunks of queries, whether causal, order, segments, window, copies of the keys, scale.
+# Chunks of queries, whether causal, order, segments, window, copies of the keys, scale, soft cap.
 CASES = [
-    (0, True, "in order", False, 0, 1, None),
-    (3, True, "in order", True, 5, 1, None),
-    (3, True, "both", True, 3, 1, 0.3),
-    (0, False, "queries", True, 0, 1, None),
-    (0, True, "both", True, 0, 2, None),
-    (3, True, "queries", False, 4, 2, None),
-    (3, False, "in order", True, 0, 2, 0.3),
+    (0, True, "in order", False, 0, 1, None, 0.0),
+    (3, True, "in order", True, 5, 1, None, 0.0),
+    (3, True, "in order", True, 5, 1, 0.8, 1.1),
+    (3, True, "both", True, 3, 1, 0.3, 0.0),
+    (0, False, "queries", True, 0, 1, None, 0.6),
+    (0, True, "both", True, 0, 2, None, 0.0),
+    (3, True, "queries", False, 4, 2, None, 0.9),
+    (3, False, "in order", True, 0, 2, 0.3, 0.0),
 ]
-EVERY = itertools.product((0, 3), (True, False), ORDERS, (False, True), (0, 1, 5), (1, 2), (None,))
+EVERY = itertools.product(
+    (0, 3), (True, False), ORDERS, (False, True), (0, 1, 5), (1, 2), (None,), (0, 0.7)
+)
 
 
 def _segments(length, seed):
@@ -34,7 +37,9 @@ def _segments(length, seed):
 def test_equals_numpy(x64):
     for case in CASES:
         _check(jnp.float64, *case)
-    _check(jnp.float32, *CASES[1])  # float32 uses jax.nn's attention, as training does
+    # In float32 without a soft cap jax.nn's attention, as in training; with one, ours.
+    _check(jnp.float32, *CASES[1])
+    _check(jnp.float32, *CASES[2])
 
 
 @pytest.mark.slow
@@ -43,11 +48,12 @@ def test_equals_numpy_in_every_combination(x64):
         _check(jnp.float64, query_chunk, causal, *case)
 
 
-def _check(dtype, query_chunk, causal, order, segmented, window, copies, scale):
+def _check(dtype, query_chunk, causal, order, segmented, window, copies, scale, softcap):
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((B, *shape)) for shape in ((T, N, H), (S, K, H), (S, K, HV)))
     t, s = np.arange(T), np.arange(S)
     options = dict(causal=causal, query_chunk=query_chunk, window=window, scale=scale)
+    options |= dict(softcap=softcap)
     if window and not causal:
         with pytest.raises(ValueError, match=f"window = {window}: needs causal attention"):
             softmax_attention(*map(jnp.asarray, (q, k, v)), causal=False, window=window)
@@ -73,7 +79,7 @@ def _check(dtype, query_chunk, causal, order, segmented, window, copies, scale):
     assert o.dtype == dtype and o.shape == (B, T, N, HV)
     seen = sees.any(axis=2)  # outputs of queries that see no key are undefined
     assert seen.any()
-    expected = cases.numpy(q, k, v, np.where(seen[..., None], sees, True), scale)
+    expected = cases.numpy(q, k, v, np.where(seen[..., None], sees, True), scale, softcap)
     tolerance = 64 * float(jnp.finfo(dtype).eps)
     np.testing.assert_allclose(o[seen], expected[seen], rtol=tolerance, atol=tolerance)
 
