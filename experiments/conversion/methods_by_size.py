@@ -71,7 +71,9 @@ class _Subject:
         options = parser.parse([f"--method={method}", f"--cache={size}"])
         options_lib.fill_defaults(options, parser.get_default)
         choice.check(options, self.model)
-        chosen = choice.choose(options, self.model, self.moments, self.calibrating_BT)
+        rows_BT = self.calibrating_BT
+        long_BT = command.long_rows(options, self.model, rows_BT)
+        chosen = choice.choose(options, self.model, self.moments, rows_BT, long_BT)
         converted = ConvertedModel(self.model, chosen.methods, self.moments)
         return dict(
             bytes=choice.cache_bytes(converted),

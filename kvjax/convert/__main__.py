@@ -39,6 +39,8 @@ from kvjax.foundation import command_line, provenance, runtime
 from kvjax.foundation.errors import UserError, warn
 from kvjax.foundation.output import Output, Table
 
+_ATTENTION_TOKENS = 16_384  # of long rows, whose attention is measured
+
 
 def make_parser() -> command_line.Parser:
     """Returns the parser of the command's options."""
@@ -88,6 +90,12 @@ def make_parser() -> command_line.Parser:
     )
     text += "half or a quarter of it, whichever loses least)"
     group.add_argument("--rope_dim", type=int, default=0, help=text)
+    group = parser.add_argument_group("only with --method=mla and auto")
+    text = (
+        "maximum length of rows on which attention's distances are measured; longer contexts may "
+    )
+    text += "lose more (4096, or the context that the model was trained on)"
+    group.add_argument("--attention_length", type=int, default=4096, help=text)
     group = parser.add_argument_group("only with --method=lrkv")
     add = group.add_argument
     add("--bases", type=int, default=1, help="number of bases that the KV heads share (1)")
@@ -132,15 +140,17 @@ def _run(options: argparse.Namespace, out: Output) -> None:
     chosen = choice.Choice([])
     if converts:
         choice.check(options, source)
-    calibrating_BT = evaluated_BT = moments = None
+    calibrating_BT = evaluated_BT = long_BT = moments = None
     if converts and options.objective != "weights":
         calibrating_BT = _rows(options, source, key="calibrate", split="train")
+        if options.method in ("mla", "auto"):
+            long_BT = long_rows(options, source, calibrating_BT)
     if options.evaluate_tokens:
         evaluated_BT = _rows(options, source, key="evaluate", split="validation")
     if calibrating_BT is not None:
         moments = calibration.moments(source, calibrating_BT[:, :-1])
     if converts:
-        chosen = choice.choose(options, source, moments, calibrating_BT)
+        chosen = choice.choose(options, source, moments, calibrating_BT, long_BT)
         model = ConvertedModel(source, chosen.methods, moments)
     record = _record(options, chosen, source, model)
     if calibrating_BT is not None:
@@ -205,6 +215,31 @@ def _rows(options: argparse.Namespace, model: LazyModel, *, key: str, split: str
     return rows_BT
 
 
+def long_rows(options: argparse.Namespace, model: LazyModel, rows_BT: np.ndarray) -> np.ndarray:
+    """Returns [B, T + 1] rows of --calibrate in the longest rows that it has, of allowed lengths.
+
+    Args:
+      rows_BT: rows of --row_length, the shortest allowed.
+    """
+    length = longest = min(options.attention_length, model.context)
+    while length > options.row_length:
+        text = dict(key="calibrate", text_key=options.text_key, length=length)
+        try:
+            rows_BT = perplexity.model_rows(
+                model, options.calibrate, split="train", tokens=_ATTENTION_TOKENS, **text
+            )
+            break
+        except UserError:  # shorter rows were read before: it has no row of this length
+            length //= 2
+    rows_BT = rows_BT[: max(1, _ATTENTION_TOKENS // rows_BT.shape[1])]
+    if (measured := rows_BT.shape[1] - 1) < longest:
+        warn(
+            f"--calibrate={options.calibrate}: too short for rows of {longest:,} tokens: distances "
+            f"are measured on rows of {measured:,}, and longer contexts may lose more"
+        )
+    return rows_BT
+
+
 def _record(
     options: argparse.Namespace, chosen: Choice, source: LazyModel, model: LazyModel
 ) -> dict:
@@ -239,7 +274,7 @@ def _report(out: Output, options: argparse.Namespace, source: LazyModel, result:
         out.say(f"calibrated on {text['tokens']:,} tokens ({text['text']})")
     if "compared" in result:
         rows = [(title, f"{measured:.3f}") for title, measured in result["compared"].items()]
-        title = f"Perplexity on {choice.COMPARED_ROWS} rows of the calibration text"
+        title = "Perplexity on a part of the calibration text"
         out.show(Table(title, ["method", "perplexity"], rows))
     if "rope_dim" in result:
         latent, rope = result["ranks"][0], result["rope_dim"]

@@ -61,59 +61,73 @@ def sensitivities(model: LazyModel, rows_BT: np.ndarray) -> list[float]:
 def attention_statistics(
     model: LazyModel, rows_BT: np.ndarray, moments: Sequence[np.ndarray]
 ) -> list[AttentionStatistics]:
-    """Returns per layer the statistics that `latent_fit` needs.
+    """Returns per layer the statistics that `latent_fit` needs, from some queries of each row.
 
     Args:
+      rows_BT: rows as long as contexts will be: at a distance that they do not have, the fit is
+        free to drop a rotation, and keys there would win attention that they should not have.
       moments: see `moments`, for the mean of a layer's inputs.
     """
-    rows_BT, found = rows_BT[:_SENSITIVE_ROWS, :_SENSITIVE_TOKENS], []
-    mechanisms = model.transformer.mechanisms
+    mechanisms, found = model.transformer.mechanisms, []
+    num_queries = len(rows_BT) * len(_sampled_queries(rows_BT.shape[1]))
     with progress.waiting("measuring attention") as doing:
         for i, parts in enumerate(LayerwisePass(model, rows_BT).layers(_attention_sums)):
             doing.at(f"{i + 1} of {len(moments)} layers")
             distance_NT, changes_3N = (
                 np.sum(np.asarray(sums, np.float64), axis=0) for sums in zip(*parts, strict=True)
             )
-            of_logits, squared, _ = changes_3N / rows_BT.size
+            of_logits, squared, _ = changes_3N / num_queries
             mean_E = moments[i][-1] if mechanisms[i].bias else moments[i][-1, :-1]
             found.append(AttentionStatistics(distance_NT, of_logits, squared, mean_E))
     return found
 
 
 def _attention_sums(attention: Attention, h_BTD: jax.Array, positions, attend: dict):
-    """Returns each head's attention by distance [N, T], and `_changes`."""
-    p_BNTS, slope_BNTS, v_BSNH = _probabilities(attention, h_BTD, positions, attend)
-    T = p_BNTS.shape[2]
-    distance_TS = np.maximum(np.arange(T)[:, None] - np.arange(T), 0)
+    """Returns each head's attention by distance [N, S], and `_changes`, of sampled queries."""
+    S = h_BTD.shape[1]
+    sampled_T = _sampled_queries(S)
+    p_BNTS, slope_BNTS, v_BSNH = _probabilities(attention, h_BTD, positions, attend, sampled_T)
+    distance_TS = np.maximum(sampled_T[:, None] - np.arange(S), 0)
 
     def by_distance(p_TS):
-        return jnp.zeros(T).at[distance_TS].add(p_TS)
+        return jnp.zeros(S).at[distance_TS].add(p_TS)
 
-    distance_NT = jax.vmap(by_distance)(p_BNTS.sum(axis=0))
-    return distance_NT, _changes(attention, p_BNTS, slope_BNTS, v_BSNH)
+    distance_NS = jax.vmap(by_distance)(p_BNTS.sum(axis=0))
+    return distance_NS, _changes(attention, p_BNTS, slope_BNTS, v_BSNH)
 
 
-def _probabilities(attention: Attention, h_BTD: jax.Array, positions, attend: dict):
+def _sampled_queries(length: int) -> np.ndarray:
+    """Returns at most `_SENSITIVE_TOKENS` positions of a row, at equal distances; its last too."""
+    step = -(-length // _SENSITIVE_TOKENS)
+    return np.arange(length - 1, -1, -step)[::-1]
+
+
+def _probabilities(
+    attention: Attention, h_BSD: jax.Array, positions, attend: dict, sampled_T=slice(None)
+):
     """Returns attention's probabilities [B, N, T, S], slopes and each head's values [B, S, N, H].
 
     A slope is the derivative of a logit by q·k times the mechanism's scale: 1 without a soft cap
     and `logit_factor`.
+
+    Args:
+      sampled_T: positions of the queries; default: all.
     """
-    q_BTNH, raw = attention.mechanism.project(h_BTD, positions)
+    q_BSNH, raw = attention.mechanism.project(h_BSD, positions)
     k_BSKH, v_BSKH = attention.mechanism.keys_values(raw, positions)
-    G, T = q_BTNH.shape[2] // k_BSKH.shape[2], q_BTNH.shape[1]
+    G, S = q_BSNH.shape[2] // k_BSKH.shape[2], q_BSNH.shape[1]
     k_BSNH, v_BSNH = (jnp.repeat(x, G, axis=2) for x in (k_BSKH, v_BSKH))
     factor, cap = attend["logit_factor"], attend["softcap"]
     scale = attention.mechanism.config.scale * factor
-    logits_BNTS = jnp.einsum("BTNH,BSNH->BNTS", q_BTNH, k_BSNH) * scale
+    logits_BNTS = jnp.einsum("BTNH,BSNH->BNTS", q_BSNH[:, sampled_T], k_BSNH) * scale
     slope_BNTS = jnp.full_like(logits_BNTS, factor)
     if cap:
         tanh_BNTS = jnp.tanh(logits_BNTS / cap)
         logits_BNTS, slope_BNTS = cap * tanh_BNTS, factor * (1 - tanh_BNTS**2)
-    visible = np.tri(T, dtype=bool) if attend["causal"] else np.ones((T, T), bool)
+    visible = np.tri(S, dtype=bool) if attend["causal"] else np.ones((S, S), bool)
     if attend["window"]:
-        visible &= ~np.tri(T, k=-attend["window"], dtype=bool)
-    p_BNTS = jax.nn.softmax(jnp.where(visible, logits_BNTS, -jnp.inf), axis=-1)
+        visible &= ~np.tri(S, k=-attend["window"], dtype=bool)
+    p_BNTS = jax.nn.softmax(jnp.where(visible[sampled_T], logits_BNTS, -jnp.inf), axis=-1)
     return p_BNTS, slope_BNTS, v_BSNH
 
 

@@ -29,7 +29,7 @@ from kvjax.foundation.errors import UserError, warn
 
 DTYPE = jnp.dtype(jnp.bfloat16)  # of the cache, for budgets and reported sizes
 _KEY_WEIGHTS = (3.0, 10.0)  # of MLA, that `auto` tries
-COMPARED_ROWS = 8  # calibration rows whose perplexity decides between methods
+COMPARED_TOKENS = 8192  # calibration tokens whose perplexity decides between methods
 _EVERY = 4  # layers of which one is fitted to choose MLA's sizes
 _FEW_SWEEPS = 4
 
@@ -68,29 +68,32 @@ def choose(
     source: LazyModel,
     moments: Sequence[np.ndarray] | None,
     rows_BT: np.ndarray | None,
+    long_BT: np.ndarray | None,
 ) -> Choice:
     """Returns the method of every layer.
 
     Args:
       moments: see `calibration.moments`; None for the objective "weights".
       rows_BT: calibration text; None for the objective "weights".
+      long_BT: the same text in rows as long as contexts will be; for "mla" and "auto".
     """
     if options.method == "auto":
-        return _best(options, source, moments, rows_BT)
-    return Choice(next(_candidates(options, source, moments, rows_BT)))
+        return _best(options, source, moments, rows_BT, long_BT)
+    return Choice(next(_candidates(options, source, moments, rows_BT, long_BT)))
 
 
-def _best(options, source: LazyModel, moments, rows_BT: np.ndarray) -> Choice:
+def _best(options, source: LazyModel, moments, rows_BT: np.ndarray, long_BT: np.ndarray) -> Choice:
     """Returns the methods with the least perplexity on a part of the calibration text."""
+    compared_BT = long_BT[: max(1, COMPARED_TOKENS // long_BT.shape[1])]
     best, lowest, compared = None, np.inf, []
     for name in options_lib.FITTED:
         given = copy.copy(options)
         given.method = name
         options_lib.fill_method(given)
         try:
-            for methods in _candidates(given, source, moments, rows_BT, all_sizes=True):
+            for methods in _candidates(given, source, moments, rows_BT, long_BT, all_sizes=True):
                 model = ConvertedModel(source, methods, moments)
-                measured = perplexity.perplexity(model, rows_BT[:COMPARED_ROWS])
+                measured = perplexity.perplexity(model, compared_BT)
                 titles = dict.fromkeys(method.title for method in methods)
                 more = ", ..." if len(titles) > 1 else ""  # ranks by layer
                 compared.append((f"{name}: {methods[0].title}{more}", measured))
@@ -104,12 +107,12 @@ def _best(options, source: LazyModel, moments, rows_BT: np.ndarray) -> Choice:
 
 
 def _candidates(
-    options, source: LazyModel, moments, rows_BT, *, all_sizes: bool = False
+    options, source: LazyModel, moments, rows_BT, long_BT, *, all_sizes: bool = False
 ) -> Iterator[list[Method]]:
     """Yields the methods of all layers; several for MLA with `all_sizes`."""
     method, count = _make_method(options, source), source.transformer.block.num_layers
     if isinstance(method, LatentAttention):
-        statistics = calibration.attention_statistics(source, rows_BT[:, :-1], moments)
+        statistics = calibration.attention_statistics(source, long_BT[:, :-1], moments)
         sizes = [method]
         if options.rank is None:
             sizes = list(_latent_sizes(options, source, method))

@@ -19,6 +19,7 @@ _METHODS_WITH = {  # an option: the methods that have it
     "rank": FITTED,
     **dict.fromkeys(("energy", "objective"), ("thin_keys", "lrkv")),
     "rope_dim": ("mla",),
+    "attention_length": ("mla", "auto"),
     **dict.fromkeys(("mode", "part", "value_rank"), ("thin_keys",)),
     **dict.fromkeys(("bases", "align"), ("lrkv",)),
 }
@@ -58,7 +59,7 @@ def splits_budget(options: argparse.Namespace) -> bool:
 
 def _check(options: argparse.Namespace, default: Callable[[str], object]) -> None:
     one_of("method", options.method, METHODS)
-    for name in ("calibrate_tokens", "row_length", "multiple"):
+    for name in ("calibrate_tokens", "row_length", "multiple", "attention_length"):
         at_least(name, getattr(options, name), 1)
     if options.evaluate_tokens is not None:
         at_least("evaluate_tokens", options.evaluate_tokens, 0)

@@ -1,6 +1,7 @@
 """GQA to MLA: its error as explicit sums, exactness where MLA holds the source, the command."""
 
 import dataclasses
+import itertools
 import json
 
 from flax import nnx
@@ -10,10 +11,17 @@ import numpy as np
 import pytest
 
 from kvjax.attention import Attention, GroupedConfig
-from kvjax.convert import calibration, latent_fit, layer as layer_lib, model as model_lib
+from kvjax.convert import (
+    calibration,
+    latent_fit,
+    layer as layer_lib,
+    model as model_lib,
+    perplexity,
+)
 from kvjax.convert.latent_fit import AttentionStatistics
 from kvjax.convert.latent_method import LatentAttention
 from kvjax.convert.layerwise import LayerwisePass
+from kvjax.foundation.errors import UserError
 from kvjax.layers import rope
 from kvjax.workdir import trained
 from tests import quick
@@ -169,15 +177,20 @@ def test_a_bias_is_an_input_of_1(randomise):
     np.testing.assert_allclose(found, expected[:, :-1], rtol=1e-9, atol=1e-9)
 
 
-def test_attention_statistics():
-    """Shares of attention by distance, from probabilities computed token by token."""
+@pytest.mark.parametrize("limit, queries", [(512, range(11)), (4, (1, 4, 7, 10))])
+def test_attention_statistics(monkeypatch, limit, queries):
+    """Shares of attention by distance, from probabilities computed token by token.
+
+    Of long rows some queries count, the last among them.
+    """
+    monkeypatch.setattr(calibration, "_SENSITIVE_TOKENS", limit)
     source = model_lib.open(str(comparison.PUBLISHED / "llama_tied_bias"))
     config = source.transformer.mechanisms[0]
     assert config.num_heads > config.num_kv_heads
     rows = np.random.default_rng(0).integers(0, 38, (3, 11))
     moments = calibration.moments(source, rows)
     (first, *_), per_row = calibration.attention_statistics(source, rows, moments), []
-    assert first.distance_NT.sum() == pytest.approx(config.num_heads * rows.size)
+    assert first.distance_NT.sum() == pytest.approx(config.num_heads * len(rows) * len(queries))
     np.testing.assert_allclose(first.mean_E, moments[0][-1])
 
     def observe(attention, h_BTD, positions, mask):
@@ -190,12 +203,40 @@ def test_attention_statistics():
         next(iter(LayerwisePass(source, rows).layers(observe)))
     expected = np.zeros_like(first.distance_NT)
     for q_BTNH, k_BTKH in per_row:
-        for b, t, n in np.ndindex(*q_BTNH.shape[:3]):
+        B, _, N, _ = q_BTNH.shape
+        for b, t, n in itertools.product(range(B), queries, range(N)):
             k = n * config.num_kv_heads // config.num_heads
             z = k_BTKH[b, : t + 1, k] @ q_BTNH[b, t, n] * config.scale
             p = np.exp(z - z.max())
             expected[n, : t + 1] += (p / p.sum())[::-1]
     np.testing.assert_allclose(first.distance_NT, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "most, asked, length, warned",
+    [(99, 20, 20, ""), (99, 2, 4, ""), (99, 10**6, 24, ""), (13, 10**6, 12, "rows of 12, and")],
+)
+def test_attention_is_measured_on_long_rows(
+    run, imported, text, tmp_path, monkeypatch, most, asked, length, warned
+):
+    """Rows have --attention_length tokens, but no more than the model's context or the text."""
+    read = perplexity.rows
+
+    def rows(*arguments, length, **options):
+        if length > most:
+            raise UserError("has no row of this length")
+        return read(*arguments, length=length, **options)
+
+    def statistics(model, rows_BT, moments):
+        raise UserError(f"measured on rows of {rows_BT.shape[1]}")
+
+    monkeypatch.setattr(perplexity, "rows", rows)
+    monkeypatch.setattr(calibration, "attention_statistics", statistics)
+    options = [f"--source={imported('llama')}", f"--out={tmp_path / 'out'}", f"--calibrate={text}"]
+    options += ["--calibrate_tokens=64", "--method=mla", "--cache=0.75", "--row_length=4"]
+    status, _, errors = run(*options, "--evaluate_tokens=0", f"--attention_length={asked}")
+    assert status == 2 and errors.endswith(f"measured on rows of {length}\n"), errors
+    assert ("are measured on " in errors) == bool(warned) and warned in errors
 
 
 def test_command(run, imported, text, tmp_path):
