@@ -58,15 +58,18 @@ class LazyModel(Protocol):
         """Returns a parameter; for a segment, the slice of its `layer`."""
 
 
-def open(source: str) -> LazyModel:
+def open(source: str, option: str = "--source") -> LazyModel:
     """Opens the model of a workdir, an export, or a published model (also hf://OWNER/NAME).
+
+    Args:
+      option: that names the source, for messages.
 
     Raises:
       UserError: there is no model; see `trained.find`, `factored_format` and `published.open`.
     """
     if hub.is_name(source):
-        source = str(hub.model("--source", source))
-    path = runtime.path("--source", source)
+        source = str(hub.model(option, source))
+    path = runtime.path(option, source)
     if (path / "config.txt").exists():
         return TrainedModel(path)
     # Imported late: their packages are an extra.
