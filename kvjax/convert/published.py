@@ -27,7 +27,7 @@ from kvjax.convert.rules import BLOCK, Rule
 from kvjax.convert.tensors import check, dtype_of, json_object, open_folder
 from kvjax.data import tokenizer as tokenizer_lib
 from kvjax.foundation import extras, runtime
-from kvjax.foundation.errors import DataError, UserError, first_line, warn
+from kvjax.foundation.errors import DataError, UserError, first_line, say, warn
 from kvjax.foundation.files import in_bucket
 from kvjax.foundation.text import listed
 from kvjax.model.config import TransformerConfig
@@ -381,7 +381,7 @@ def check_vocabulary(source: epath.Path, tokenizer_json: str, rows: int) -> None
     """Raises a UserError for an unreadable tokenizer, or one that does not fit the embedding.
 
     Published embeddings have spare rows, for alignment or in reserve: at most `_SPARE_ROWS`, or
-    `_SPARE_SHARE` of all rows if that is more.
+    `_SPARE_SHARE` of all rows if that is more. Says how many.
     """
     backend = _parsed(source, tokenizer_json)
     tokens = 1 + max(backend.get_vocab().values(), default=-1)
@@ -390,6 +390,8 @@ def check_vocabulary(source: epath.Path, tokenizer_json: str, rows: int) -> None
             f"{source}: its tokenizer has {tokens} tokens and its embedding {rows} rows: give the "
             "tokenizer that belongs to the weights"
         )
+    if spare := rows - tokens:
+        say(f"{source}: {spare} of its embedding's {rows} rows belong to no token; they are kept")
 
 
 def _parsed(source: epath.Path, tokenizer_json: str) -> tokenizers.Tokenizer:

@@ -253,8 +253,8 @@ def test_an_added_token_without_a_row_gets_the_mean(copied, capsys, name):
         (50_257, 128_256, False),  # GPT-2's tokens for Llama 3's embedding
     ],
 )
-def test_spare_rows(tokens, rows, fits):
-    """Embeddings may have spare rows, up to a limit."""
+def test_spare_rows(tokens, rows, fits, capsys):
+    """Embeddings may have spare rows, up to a limit; the message says how many."""
     words = tokenizers.models.WordLevel({"a": 0, "b": tokens - 1}, unk_token="a")
     text = tokenizers.Tokenizer(words).to_str()
 
@@ -262,7 +262,9 @@ def test_spare_rows(tokens, rows, fits):
         return published.check_vocabulary(epath.Path("model"), text, rows)
 
     if fits:
-        return check()
+        check()
+        assert f"{rows - tokens} of its embedding's {rows} rows" in capsys.readouterr().err
+        return
     said = f"model: its tokenizer has {tokens} tokens and its embedding {rows} rows: give the"
     with pytest.raises(UserError, match=said):
         check()
