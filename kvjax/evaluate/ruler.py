@@ -33,7 +33,7 @@ _CONTROLS = re.compile(r"[\x00-\x1f]")
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What the command's options say of RULER.
+    """RULER's settings, from the command's options.
 
     Attributes:
       left_out: selected tasks whose file is missing.

@@ -1,4 +1,4 @@
-"""What RULER's prompts are made of: words, a running text, and files of questions on documents."""
+"""Materials of RULER's prompts: words, a running text, and files of questions on documents."""
 
 import collections
 from collections.abc import Iterator, Sequence

@@ -58,7 +58,7 @@ class Documents(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Materials:
-    """What prompts are made of.
+    """Materials and sizes of prompts.
 
     Attributes:
       length: tokens of prompt and answer.

@@ -1,4 +1,4 @@
-"""What layers of one shape may differ in, and the patterns in which kinds of layers repeat."""
+"""Kinds of layers of one shape (RoPE, window, soft cap), and the patterns in which they repeat."""
 
 import functools
 from typing import NamedTuple
