@@ -64,15 +64,19 @@ class Problem:
         self.setup, length = setup, setup.length
         n = next(n for n in range(min(length, _RANDOM_TOKENS), 0, -1) if length % n == 0)
         sizes = dict(batch=setup.batch, length=n, dtype=setup.dtype)
-
-        @jax.jit
-        def draw(seed: int):
-            inputs, cache = shapes.problem(setup.shape, **sizes, seed=seed)
-            return inputs, jax.tree.map(lambda x: jnp.tile(x, length // n), cache)
-
-        problems = [draw(seed) for seed in range(setup.copies)]
-        (self.inputs, *_), self.caches = zip(*problems, strict=True)
+        problems = [_problem(setup.shape, **sizes, seed=seed) for seed in range(setup.copies)]
+        (self.inputs, *_), caches = zip(*problems, strict=True)
+        self.caches = tuple(_repeated(cache, length // n) for cache in caches)
         self.first_B = jnp.full((setup.batch,), length - 1, jnp.int32)
+
+
+# Compiled once for all lengths that are multiples of `_RANDOM_TOKENS`.
+_problem = jax.jit(shapes.problem, static_argnums=0, static_argnames=("batch", "length", "dtype"))
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _repeated(cache: Mapping[str, jax.Array], times: int) -> Mapping[str, jax.Array]:
+    return jax.tree.map(lambda x: jnp.tile(x, times), cache)
 
 
 def lower(name: str, setup: Setup, **parameters: int) -> jax.stages.Lowered | None:

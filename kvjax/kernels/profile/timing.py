@@ -26,7 +26,7 @@ Call = Callable[[DecodeInputs, Cache, jax.Array], jax.Array]
 Sample = Callable[[], float]  # takes one measurement: seconds per call
 
 # On-chip memory in which a cache may stay between calls: a GPU's L2 (from datasheet and CUDA); a
-# TPU's VMEM (jax._src.tpu_info), on v4 also CMEM.
+# TPU's VMEM (jax._src.tpu_info), on v4 also CMEM; a CPU's L3, as laptops have it.
 _MIB = 2**20
 ON_CHIP_BYTES = {
     "h100": 50 * _MIB,
@@ -35,14 +35,14 @@ ON_CHIP_BYTES = {
     "v5e": 128 * _MIB,
     "v5p": 128 * _MIB,
     "v6e": 128 * _MIB,
-    "cpu": 32 * _MIB,
+    "cpu": 16 * _MIB,
 }
 MAX_RING = 32  # caches
 RING = 8  # ratio of ring bytes to on-chip bytes; an L2 does not evict the oldest line first
 LAUNCHES = 20e-6  # seconds of a call that launching its kernels on a GPU may take
 _ROUND = 5e-3  # seconds of a round; at its end the host checks the loop, which takes about 15 us
 _COPY_BYTES, _COPIES = 2**29, 4  # bytes of a copy, copies per round
-_CPU_COPY_BYTES = 2**27  # a CPU takes longer, and its cache is smaller
+_CPU_COPY_BYTES = 2**26  # a CPU takes longer, and its cache is smaller
 
 
 def ring(cache_bytes: int, on_chip_bytes: float) -> int:
