@@ -11,12 +11,12 @@ A GPU still launches every kernel of a call: below about 20 us per call, launche
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import math
-import os
 import statistics
 import time
 
 import jax
 import jax.numpy as jnp
+import psutil
 
 from kvjax.foundation.errors import UserError
 from kvjax.kernels.decode_attention.cache_layouts import DecodeInputs
@@ -166,10 +166,10 @@ def spread(seconds: Sequence[float]) -> Spread:
 
 
 def memory_bytes() -> int:
-    """Returns the memory of the first device; on CPU the machine's free memory."""
+    """Returns the memory of the first device; on CPU the machine's available memory."""
     device = jax.devices()[0]
     if device.platform == "cpu":
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+        return psutil.virtual_memory().available
     stats = device.memory_stats()
     if not stats or "bytes_limit" not in stats:
         raise UserError(f"{device.device_kind} does not report its memory")
