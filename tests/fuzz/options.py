@@ -53,7 +53,7 @@ _STARTS_WORK = {
     "experiments.studies.set_anomaly features": {""},
     "kvjax.compare scores": {FOLDER},  # a folder without evaluations is valid
     "kvjax.data.prepare source": {FILE},
-    "kvjax.evaluate ruler_text": {FILE},
+    "kvjax.evaluate ruler_text": {FILE, FOLDER},
 }
 # Messages on these options may name the other option instead.
 _NAMED_IN_MESSAGES = {"runs": "--workdir", "set": "--config", "python": "--peers"}
