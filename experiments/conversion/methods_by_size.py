@@ -35,7 +35,7 @@ class _Subject:
     """A published model with its calibration and held-out rows."""
 
     def __init__(self, source: str):
-        self.model = model_lib.open(source, "--model")
+        self.model = command.open_model(source, "--model")
 
     @functools.cached_property
     def calibrating_BT(self) -> np.ndarray:

@@ -136,7 +136,7 @@ def _run(options: argparse.Namespace, out: Output) -> None:
     target = into_workdir.check(options.out)
     runtime.check_checkpoints("--out", target)
     runtime.start()
-    source = model = _open(options.source)
+    source = model = open_model(options.source, "--source")
     chosen = choice.Choice([])
     if converts:
         choice.check(options, source)
@@ -175,14 +175,14 @@ def _run(options: argparse.Namespace, out: Output) -> None:
     _report(out, options, source, record)
 
 
-def _open(source: str) -> LazyModel:
-    """Opens --source; errors name the option."""
+def open_model(source: str, option: str) -> LazyModel:
+    """Opens the model that an option names; errors name the option."""
     try:
-        return model_lib.open(source)
+        return model_lib.open(source, option)
     except UserError as error:
         message = str(error)
-        if "--source" not in message:
-            message = f"--source={source}: {message}"
+        if option not in message:
+            message = f"{option}={source}: {message}"
         raise UserError(message) from error
 
 
