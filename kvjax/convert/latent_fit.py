@@ -148,17 +148,12 @@ class _Problem:
         for n, k in enumerate(self.kv_head_N):
             shrinkage_H = self.heads[n].shrinkage(self.of_head)
             weight_KHH[k] += np.outer(shrinkage_H, shrinkage_H) * self.query_NHH[n]
-        energy_EE = sum(
-            _flat(w_KXE).T @ _flat(weight_KXX @ w_KXE)
-            for w_KXE, weight_KXX in (
-                (self.value_KVE, self.out_KVV),
-                (self.key_KHE, weight_KHH),
-            )
-        )
-        E = len(energy_EE)
-        white_EE = self.root_EE @ energy_EE @ self.root_EE.T
-        _, vectors_EC = scipy.linalg.eigh(white_EE, subset_by_index=[max(0, E - channels), E - 1])
-        principal_CE = scipy.linalg.solve_triangular(self.root_EE, vectors_EC).T[::-1]
+        weights = ((self.value_KVE, self.out_KVV), (self.key_KHE, weight_KHH))
+        weighted_XE = np.concatenate([_flat(_roots(w) @ maps) for maps, w in weights])
+        white_XE = weighted_XE @ self.root_EE.T
+        principal_CE = scipy.linalg.solve_triangular(
+            self.root_EE, _principal_inputs(white_XE, channels).T
+        ).T
         return np.pad(principal_CE, [(0, channels - len(principal_CE)), (0, 0)])
 
     def update_queries_and_outputs(self) -> float:
@@ -332,6 +327,23 @@ def _flat(w_KHE: np.ndarray) -> np.ndarray:
 def _second_moments(w_KHE: np.ndarray, moment_EE: np.ndarray) -> np.ndarray:
     """Returns [K, H, H] of heads' outputs."""
     return (w_KHE @ moment_EE) @ w_KHE.transpose(0, 2, 1)
+
+
+def _roots(moment_KHH: np.ndarray) -> np.ndarray:
+    """Returns the symmetric square roots of positive semidefinite matrices."""
+    values_KH, vectors_KHI = np.linalg.eigh(moment_KHH)
+    root_KH = np.sqrt(np.maximum(values_KH, 0.0))
+    return (vectors_KHI * root_KH[:, None]) @ vectors_KHI.transpose(0, 2, 1)
+
+
+def _principal_inputs(w_XE: np.ndarray, count: int) -> np.ndarray:
+    """Returns at most [count, E] leading right singular vectors, by the smaller Gram matrix."""
+    X, E = w_XE.shape
+    if X >= E:
+        return np.linalg.eigh(w_XE.T @ w_XE)[1].T[::-1][:count]
+    values_X, vectors_XX = np.linalg.eigh(w_XE @ w_XE.T)
+    kept = np.flatnonzero(values_X > _RIDGE * values_X[-1])[::-1][:count]
+    return (vectors_XX[:, kept].T @ w_XE) / np.sqrt(values_X[kept])[:, None]
 
 
 def _regression(moment_FF: np.ndarray, cross_HF: np.ndarray, size_F=None) -> np.ndarray:
