@@ -38,6 +38,7 @@ class LayerwisePass:
         outer = _load_outer(model, ("embedding", "positions", "embedding_norm"))
         index = np.arange(rows_BT.shape[1], dtype=np.int32)[None]
         self.x = [outer.embed(batch_BT, index, _COMPUTE) for batch_BT in row_batches(rows_BT)]
+        _free(outer)
 
     def layers(self, observe: Callable[..., jax.Array] | None = None) -> Iterator[list]:
         """Runs the layers one by one; yields per layer the results of `observe`, one per batch.
@@ -78,6 +79,8 @@ class LayerwisePass:
 
         for x_BTD, batch_BT in zip(self.x, row_batches(targets_BT), strict=True):
             yield np.asarray(nats(norm, head_DV, x_BTD, batch_BT))
+        head_DV.delete()  # a copy of a tied embedding, or else freed below
+        _free(outer)
 
 
 class _Identity(nnx.Module):
@@ -101,6 +104,13 @@ def _load_outer(model: LazyModel, names: Collection[str]) -> Transformer:
             flat[path] = jnp.asarray(model.read(path), jnp.float32)
     graph = parameters.graph(model.transformer)
     return nnx.merge(graph, traverse_util.unflatten_dict(flat))
+
+
+def _free(outer: Transformer) -> None:
+    """Frees loaded weights now: a module refers to itself, and waits for garbage collection."""
+    for w in jax.tree.leaves(nnx.state(outer)):
+        if isinstance(w, jax.Array) and not w.is_deleted():
+            w.delete()
 
 
 def block_class(model: LazyModel) -> type[Block]:

@@ -1,8 +1,10 @@
 """Perplexity and moments with one layer in memory, against the whole model."""
 
 import functools
+import gc
 
 from flax import nnx
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -42,6 +44,21 @@ def test_perplexity(name):
         if path[-2:] in (("attention", "out"), ("attention", "out_bias")):
             source.weights[path] = 2 * source.weights[path]
     np.testing.assert_allclose(np.concatenate(groups), nats(), rtol=2e-5)
+
+
+def test_a_pass_leaves_no_weights_in_memory():
+    """Embedding and head go with the pass, without waiting for garbage collection."""
+    source = workdirs.Made(workdirs.config("llama", workdirs.grouped(2, 2, **workdirs.PLAIN)))
+    rows_BT = np.random.default_rng(3).integers(0, 257, (2, 12)).astype(np.int32)
+    gc.collect()
+    before = {id(array) for array in jax.live_arrays()}
+    gc.disable()
+    try:
+        perplexity.perplexity(source, rows_BT)
+        left = [array.shape for array in jax.live_arrays() if id(array) not in before]
+    finally:
+        gc.enable()
+    assert not [shape for shape in left if workdirs.VOCABULARY in shape]
 
 
 @pytest.mark.slow
