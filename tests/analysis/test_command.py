@@ -20,7 +20,7 @@ from kvjax.foundation import command_line, progress, provenance, runtime
 from kvjax.foundation.checkout import ROOT
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.output import Output
-from tests.convert import workdirs
+from tests.convert import comparison, workdirs
 
 SHORT = f"--texts=license={ROOT / 'LICENSE'}"  # the embedded books are 400,000 characters
 PLAIN = ("--lengths=8,16", "--out=out", SHORT)
@@ -112,6 +112,12 @@ def test_a_page_and_every_number(run, workdir, made, tmp_path):
     several = "layers of several kinds: LRKV, rank 3; low rank, keys 5, values 4"
     assert command._attention(mixed) == several
     assert command._snapshots(None, mixed) == []  # it is no run
+
+
+@pytest.mark.parametrize("name", ["olmo3", "smollm3", "gemma2_uncapped", "qwen2_some_windows"])
+def test_layers_of_several_kinds_are_not_measured(run, name):
+    status, _, err = run(f"--model={comparison.PUBLISHED / name}", *PLAIN)
+    assert status == 2 and "is not measured: its layers differ in RoPE or window" in err
 
 
 def test_reports_get_texts_and_lengths(run, workdir, made):

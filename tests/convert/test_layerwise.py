@@ -82,7 +82,7 @@ def test_moments(imported):
 
 
 @pytest.mark.parametrize(
-    "name", quick.only(["qwen2_some_windows"], ["mistral_window", "qwen2_some_windows"])
+    "name", quick.only(["gemma2"], ["mistral_window", "qwen2_some_windows", "gemma2"])
 )
 def test_sensitivities(name):
     """Compares with outputs under random errors, independent between tokens, layer by layer."""
