@@ -12,7 +12,7 @@ from kvjax.foundation.errors import UserError
 FITTED = ("thin_keys", "lrkv", "mla", "gqa")  # methods that `auto` compares
 METHODS = ("none", *FITTED, "auto")
 _RANKS = ("rank", "energy", "cache")  # exactly one is given
-_CALIBRATION = ("calibrate", "calibrate_tokens")
+_CALIBRATION = ("calibrate", "calibrate_tokens", "refit")
 _METHODS_WITH = {  # an option: the methods that have it
     "cache": METHODS[1:],
     **dict.fromkeys(("multiple", *_CALIBRATION), ("thin_keys", "lrkv", "mla", "auto")),

@@ -243,9 +243,14 @@ def test_command(run, imported, text, tmp_path):
     out, source = tmp_path / "out", imported("llama3_rope")
     options = [f"--source={source}", f"--out={out}", "--row_length=16", "--json", "--method=mla"]
     options += [f"--calibrate={text}", "--calibrate_tokens=256", f"--evaluate={text}"]
-    status, printed, errors = run(*options, "--evaluate_tokens=64", "--cache=0.75", "--multiple=2")
+    status, printed, errors = run(
+        *options, "--evaluate_tokens=64", "--cache=0.75", "--multiple=2", "--refit"
+    )
     assert status == 0, errors
     result = json.loads(printed)
+    assert result["options"]["refit"] is True
+    for before, after in result["outputs_lost"].values():
+        assert 0 < after <= before
     assert (
         result["cache_bytes_per_token"]["after"] <= 0.75 * result["cache_bytes_per_token"]["before"]
     )

@@ -1,0 +1,119 @@
+"""Regresses the output projections of a converted model on what the original's attention returns.
+
+A method fits keys and values; errors of attention's outputs that are linear in the outputs of the
+heads can still be taken away by W_out, in closed form and for any method. Each layer reads the
+original's inputs, so that layers are independent and one is in memory at a time.
+"""
+
+from collections.abc import Iterator
+
+from flax import nnx, traverse_util
+import jax
+import jax.numpy as jnp
+import numpy as np
+import scipy.linalg
+
+from kvjax.attention import Attention
+from kvjax.convert.converted import ConvertedModel
+from kvjax.convert.layerwise import LayerwisePass
+from kvjax.convert.methods import Method
+from kvjax.convert.model import LazyModel
+from kvjax.layers import rope
+from kvjax.model.config import TransformerConfig
+from kvjax.model.parameters import Path
+
+_HELD_OUT = 8  # one in so many batches decides whether a layer's regression is kept
+_RIDGE = 1e-4  # towards the weights before, relative to the mean square of the heads' outputs
+
+
+class RefittedModel(ConvertedModel):
+    """A converted model with regressed output projections; layers are read in order, once.
+
+    Attributes:
+      outputs_lost: by layer, the share of the outputs' energy that is lost on rows set apart,
+        before the regression and after it; filled in as layers are read.
+    """
+
+    def __init__(
+        self, source: LazyModel, by_layer: list[Method], moments: list, rows_BT: np.ndarray
+    ):
+        super().__init__(source, by_layer, moments)
+        self.outputs_lost: dict[int, tuple[float, float]] = {}
+        self._observed = _observe(source, rows_BT)
+
+    def _attention(self, index: int) -> dict[Path, np.ndarray]:
+        weights, batches = super()._attention(index), next(self._observed)
+        heads = _heads(self.transformer, index, weights, length=batches[0][0].shape[1])
+        rows = [row for h_BTD, y_BTD in batches for row in zip(heads(h_BTD), y_BTD, strict=True)]
+        held, before_XD = max(1, len(rows) // _HELD_OUT), _projection(weights)
+        after_XD = _regressed(rows[:-held], before_XD)
+        lost = [_lost(rows[-held:], w_XD) for w_XD in (before_XD, after_XD)]
+        self.outputs_lost[index] = lost[0], min(lost)
+        return weights | _from_projection(after_XD, weights) if lost[1] < lost[0] else weights
+
+
+def _observe(model: LazyModel, rows_BT: np.ndarray) -> Iterator[list[tuple]]:
+    """Yields per layer the inputs and outputs of attention, [B, T, D], of each batch."""
+
+    def observe(attention, h_BTD, positions, mask):
+        return h_BTD, attention(h_BTD, positions, **mask)
+
+    yield from LayerwisePass(model, rows_BT).layers(observe)
+
+
+def _heads(config: TransformerConfig, index: int, weights: dict[Path, np.ndarray], *, length: int):
+    """Returns a function of inputs [B, T, D]: heads' outputs, and a 1 if outputs have a bias."""
+    block, mechanism = config.block, config.mechanisms[index]
+    graph, _ = nnx.split(
+        nnx.eval_shape(lambda: Attention(mechanism, block.d_model, rngs=nnx.Rngs(0)))
+    )
+    N, V, _ = weights["out",].shape
+    plain = weights | {("out",): np.eye(N * V, dtype=np.float32).reshape(N, V, N * V)}
+    if biased := ("out_bias",) in weights:
+        plain["out_bias",] = np.zeros(N * V, np.float32)
+    plain = jax.tree.map(jnp.asarray, traverse_util.unflatten_dict(plain))
+    token_index = np.arange(length, dtype=np.int32)[None]
+
+    @jax.jit
+    def run(plain, h_BTD):
+        positions = rope.positions(token_index, mechanism.rope_dim, block.angles_base)
+        mask = dict(causal=block.causal, window=block.window)
+        return nnx.merge(graph, plain)(h_BTD, positions, **mask)
+
+    def outputs(h_BTD):
+        o_BTX = np.asarray(run(plain, h_BTD), np.float64)
+        return np.concatenate([o_BTX, np.ones_like(o_BTX[..., :1])], axis=-1) if biased else o_BTX
+
+    return outputs
+
+
+def _projection(weights: dict[Path, np.ndarray]) -> np.ndarray:
+    """Returns [X, D], the output projection with its bias, if any, as a last row."""
+    out_XD = weights["out",].reshape(-1, weights["out",].shape[-1]).astype(np.float64)
+    bias = weights.get(("out_bias",))
+    return out_XD if bias is None else np.concatenate([out_XD, bias[None]])
+
+
+def _from_projection(w_XD: np.ndarray, like: dict[Path, np.ndarray]) -> dict[Path, np.ndarray]:
+    shape = like["out",].shape
+    found = {("out",): w_XD[: shape[0] * shape[1]].reshape(shape).astype(np.float32)}
+    if ("out_bias",) in like:
+        found["out_bias",] = w_XD[-1].astype(np.float32)
+    return found
+
+
+def _regressed(rows: list[tuple], before_XD: np.ndarray) -> np.ndarray:
+    """Returns the projection of least squared error, near the one before where text says little."""
+    moment_XX, cross_XD = np.zeros((len(before_XD), len(before_XD))), np.zeros(before_XD.shape)
+    for o_TX, y_TD in rows:
+        moment_XX += o_TX.T @ o_TX
+        cross_XD += o_TX.T @ np.asarray(y_TD, np.float64)
+    ridge = _RIDGE * np.trace(moment_XX) / len(moment_XX)
+    moment_XX[np.diag_indices_from(moment_XX)] += ridge
+    return scipy.linalg.solve(moment_XX, cross_XD + ridge * before_XD, assume_a="pos")
+
+
+def _lost(rows: list[tuple], w_XD: np.ndarray) -> float:
+    """Returns the lost share of the outputs' energy."""
+    lost = sum(np.sum((y_TD - o_TX @ w_XD) ** 2) for o_TX, y_TD in rows)
+    return float(lost / sum(np.sum(np.square(y_TD, dtype=np.float64)) for _, y_TD in rows))
