@@ -52,7 +52,7 @@ class LatentFit(NamedTuple):
     up_key_CNH: np.ndarray
     up_value_CKV: np.ndarray
     errors: dict[str, float]  # of "key" and "value": the lost share of the weighted energy
-    error: float  # weighted squared error, in one unit for keys and values
+    squared_errors: tuple[float, float]  # of keys and values, weighted, in one unit
 
 
 def fit(
@@ -257,7 +257,7 @@ class _Problem:
             up_key_CNH=up_key_CNH / scale_C[:, None, None],
             up_value_CKV=up_value_CKV / scale_C[:, None, None],
             errors={name: max(0.0, part / whole) for name, (part, whole) in lost.items()},
-            error=self.key_error[0] + self.value_error[0],
+            squared_errors=(self.key_error[0], self.value_error[0]),
         )
 
 
