@@ -39,7 +39,7 @@ def file_cases() -> Iterator[Case]:
         )
         for name in files:
             yield case(f"--config=../shared/{name}.py", message=(f"{name}.py", "missing", "'data'"))
-        for name in ("", ".", "configs", FOLDER, FILE, MISSING, "lrkv_tiny", "/dev/null"):
+        for name in ("", ".", "configs", FOLDER, FILE, MISSING, "lrkv_small", "/dev/null"):
             yield case(f"--config={name}", message=("config",))
         for name in (SNOWMAN, NO_UTF8, SURROGATE, "a\x01b", f"{ROOT}/configs", "lrkv_tyni.py"):
             yield case(f"--config={name}", message=("config",))
