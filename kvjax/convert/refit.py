@@ -63,7 +63,7 @@ def _observe(model: LazyModel, rows_BT: np.ndarray) -> Iterator[list[tuple]]:
 
 def _heads(config: TransformerConfig, index: int, weights: dict[Path, np.ndarray], *, length: int):
     """Returns a function of inputs [B, T, D]: heads' outputs, and a 1 if outputs have a bias."""
-    block, mechanism = config.block, config.mechanisms[index]
+    block, (mechanism, kind) = config.block, config.layers[index]
     graph, _ = nnx.split(
         nnx.eval_shape(lambda: Attention(mechanism, block.d_model, rngs=nnx.Rngs(0)))
     )
@@ -76,9 +76,8 @@ def _heads(config: TransformerConfig, index: int, weights: dict[Path, np.ndarray
 
     @jax.jit
     def run(plain, h_BTD):
-        positions = rope.positions(token_index, mechanism.rope_dim, block.angles_base)
-        mask = dict(causal=block.causal, window=block.window)
-        return nnx.merge(graph, plain)(h_BTD, positions, **mask)
+        positions = rope.positions(token_index, mechanism.rope_dim, kind.rope_base)
+        return nnx.merge(graph, plain)(h_BTD, positions, causal=block.causal, **kind.attend)
 
     def outputs(h_BTD):
         o_BTX = np.asarray(run(plain, h_BTD), np.float64)

@@ -8,7 +8,7 @@ import pytest
 from kvjax.convert import calibration, factored_layer, layer as layer_lib, model as model_lib
 from kvjax.convert.methods import ConvertedLayer
 from kvjax.convert.refit import RefittedModel
-from tests.convert import workdirs
+from tests.convert import comparison, workdirs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Scaled:
     rank = 1
 
     def mechanism(self, config, *, rope):
-        return dataclasses.replace(config, out_bias=config.bias)
+        return dataclasses.replace(config, out_bias=config.bias, logit_scale=0.0)
 
     def convert(self, layer, moment_EE):
         layer = layer_lib.drop_redundant_biases(layer)
@@ -29,6 +29,19 @@ class Scaled:
         projections = dict(query=layer.query_ENH)
         projections |= dict(base_key=layer.key_EKH, base_value=layer.value_EKH)
         return ConvertedLayer(factored_layer.attention_weights(layer, projections), {})
+
+
+@pytest.mark.parametrize("name", ["smollm3", "gemma2"])
+def test_layers_may_differ(name):
+    """Heads' outputs have each layer's own RoPE, window and soft cap: half of an output is lost."""
+    source = model_lib.open(str(comparison.PUBLISHED / name))
+    rows_BT = np.random.default_rng(0).integers(3, 38, (9, 24))
+    moments, layers = calibration.moments(source, rows_BT), source.transformer.layers
+    assert len({kind for _, kind in layers}) == 2 or source.transformer.block.attention_softcap
+    model = RefittedModel(source, [Scaled(0.5)] * len(layers), moments, rows_BT)
+    for i in range(len(layers)):
+        model_lib.read_layer(model, i, "attention")
+        assert model.outputs_lost[i] == pytest.approx((0.25, 0.0), abs=1e-5)
 
 
 @pytest.mark.parametrize("factor", [0.5, 1.0])
