@@ -84,10 +84,14 @@ def _launch(text):
 
 
 def _convert(text):
-    shares = re.findall(r"cache +([\d.]+) %: perplexity ([\d.]+)", text)
-    perplexities = [float(perplexity) for _, perplexity in shares]
-    assert [share for share, _ in shares] == ["100.0", "75.0", "50.0", "37.5"]
-    assert sorted(perplexities) == perplexities and perplexities[2] < 1.2 * perplexities[0]
+    measured = re.findall(r"(.+): ([\d,]+) bytes per token, perplexity ([\d.]+)", text)
+    (gqa, *sizes), (before, converted, refitted) = (
+        [size for _, size, _ in measured],
+        [float(perplexity) for _, _, perplexity in measured],
+    )
+    assert (gqa, *sizes) == ("23,040", "11,520", "11,520")
+    assert before < refitted < converted < 1.3 * before
+    assert "engines cache C = 128 and P = 64" in text and "DeepseekV3ForCausalLM" in text
     whole, half = (int(n.replace(",", "")) for n in re.findall(r"([\d,]+) bytes of live", text))
     assert whole == 2 * half
     assert text.count("The capital of France is Paris") == 2
