@@ -225,8 +225,8 @@ class TransformerConfig:
                         f"config.attention.{key} = {channels}: must be at most {most}; its input "
                         f"has config.model.d_model = {self.block.d_model} channels"
                     )
-        for mechanism in self.mechanisms if self.block.positions == "rope" else ():
-            if mechanism.rope_dim % 2:
+        for mechanism, kind in self.layers:
+            if kind.rope_base is not None and mechanism.rope_dim % 2:
                 raise UserError(
                     f"config.attention: RoPE rotates channels in pairs, and a key has "
                     f"{mechanism.rope_dim} rotated channels: make key_dim (or rope_key_dim) even, "
