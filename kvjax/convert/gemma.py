@@ -59,7 +59,10 @@ class GemmaFamily(LlamaFamily):
         return 0.0
 
     def _logit_scale(self, c: PublishedConfig, head_dim: int) -> float:
-        scale = c.number(_SCALE, 256.0) ** -0.5
+        scalar = c.number(_SCALE, 256.0)
+        if scalar <= 0:
+            raise c.error(_SCALE, "must be more than 0")
+        scale = scalar**-0.5
         return 0.0 if is_close(scale, head_dim**-0.5) else scale
 
     def config_json(self, model: TransformerConfig, context: int) -> dict:

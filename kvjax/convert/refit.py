@@ -22,7 +22,7 @@ from kvjax.layers import rope
 from kvjax.model.config import TransformerConfig
 from kvjax.model.parameters import Path
 
-_HELD_OUT = 8  # one in so many batches decides whether a layer's regression is kept
+_HELD_OUT = 8  # the last one of so many rows decides whether a layer's regression is kept
 _RIDGE = 1e-4  # towards the weights before, relative to the mean square of the heads' outputs
 
 
@@ -44,7 +44,11 @@ class RefittedModel(ConvertedModel):
     def _attention(self, index: int) -> dict[Path, np.ndarray]:
         weights, batches = super()._attention(index), next(self._observed)
         heads = _heads(self.transformer, index, weights, length=batches[0][0].shape[1])
-        rows = [row for h_BTD, y_BTD in batches for row in zip(heads(h_BTD), y_BTD, strict=True)]
+        rows = [
+            row
+            for h_BTD, y_BTD in batches
+            for row in zip(heads(h_BTD), np.asarray(y_BTD, np.float64), strict=True)
+        ]
         held, before_XD = max(1, len(rows) // _HELD_OUT), _projection(weights)
         after_XD = _regressed(rows[:-held], before_XD)
         lost = [_lost(rows[-held:], w_XD) for w_XD in (before_XD, after_XD)]
@@ -106,7 +110,7 @@ def _regressed(rows: list[tuple], before_XD: np.ndarray) -> np.ndarray:
     moment_XX, cross_XD = np.zeros((len(before_XD), len(before_XD))), np.zeros(before_XD.shape)
     for o_TX, y_TD in rows:
         moment_XX += o_TX.T @ o_TX
-        cross_XD += o_TX.T @ np.asarray(y_TD, np.float64)
+        cross_XD += o_TX.T @ y_TD
     ridge = _RIDGE * np.trace(moment_XX) / len(moment_XX)
     moment_XX[np.diag_indices_from(moment_XX)] += ridge
     return scipy.linalg.solve(moment_XX, cross_XD + ridge * before_XD, assume_a="pos")
@@ -115,4 +119,5 @@ def _regressed(rows: list[tuple], before_XD: np.ndarray) -> np.ndarray:
 def _lost(rows: list[tuple], w_XD: np.ndarray) -> float:
     """Returns the lost share of the outputs' energy."""
     lost = sum(np.sum((y_TD - o_TX @ w_XD) ** 2) for o_TX, y_TD in rows)
-    return float(lost / sum(np.sum(np.square(y_TD, dtype=np.float64)) for _, y_TD in rows))
+    energy = sum(np.sum(y_TD**2) for _, y_TD in rows)
+    return float(lost / energy) if energy else 0.0

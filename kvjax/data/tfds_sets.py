@@ -100,7 +100,7 @@ def _builder(name: str):
         return opened
     except Exception as error:  # also from the data set's own code
         raise SourceError(
-            f"source tfds:{name} cannot be opened: {first_line(error)}. It was looked for in "
+            f"tfds:{name} cannot be opened: {first_line(error)}. It was looked for in "
             f"TFDS's catalogue and in {folder()}: set TFDS_DATA_DIR to the folder that has it"
         ) from error
 

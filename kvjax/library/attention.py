@@ -48,7 +48,7 @@ class Attention(nnx.Module):
           window: if positive, a token sees only itself and the window - 1 tokens before it.
           zero_output: initialise the output projection with zeros, as in nanochat.
         """
-        self.rope_base, self.window = rope_base, window
+        self.rope_base, self.window, self.d_model = rope_base, window, d_model
         init = InitRngs(rngs.params(), zero_outputs=zero_output)
         self.core = Core(config, d_model, rngs=cast(nnx.Rngs, init))  # has the same interface
 
@@ -74,6 +74,7 @@ class Attention(nnx.Module):
           causal: False: every token sees all tokens.
           segment_ids: [B, T] int32; a token sees only tokens of its own segment.
         """
+        self._check_shape(x_BTD, "B")
         return self.core(
             x_BTD,
             self._positions(x_BTD.shape[1], positions),
@@ -103,6 +104,7 @@ class Attention(nnx.Module):
         Returns:
           The output [B, T, D] (undefined for padding), and the cache.
         """
+        self._check_shape(x_BTD, len(cache.lengths))
         B, T, _ = x_BTD.shape
         if T > cache.capacity:
             raise ValueError(f"x has {T} tokens, the cache {cache.capacity}: allocate a larger one")
@@ -136,8 +138,8 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, KVCache]:
         """Appends T new tokens per sequence to the cache, and attends to all cached tokens.
 
-        Tokens beyond the capacity are dropped, without an error under `jit`: allocate for the
-        longest sequence. Donate the cache to the jitted function, which then updates it in place.
+        Tokens beyond the capacity are dropped, without an error: allocate for the longest
+        sequence. Donate the cache to the jitted function, which then updates it in place.
 
         Args:
           x_BTD: activations of the new tokens, padding at the end; usually T = 1.
@@ -147,6 +149,7 @@ class Attention(nnx.Module):
         Returns:
           The output [B, T, D] (undefined for padding), and the cache.
         """
+        self._check_shape(x_BTD, len(cache.lengths))
         B, T, _ = x_BTD.shape
         counts = jnp.full((B,), T) if counts is None else counts
         counts = jnp.asarray(counts, jnp.int32)
@@ -161,6 +164,19 @@ class Attention(nnx.Module):
             implementation=implementation,
         )
         return y_BTD, KVCache(arrays, cache.lengths + counts)
+
+    def _check_shape(self, x_BTD: jax.Array, batch: int | str) -> None:
+        """Raises a ValueError unless the shape is [batch, T, D].
+
+        Args:
+          batch: sequences of the cache; "B": any number.
+        """
+        shape = x_BTD.shape
+        fits = len(shape) == 3 and shape[2] == self.d_model and batch in ("B", shape[0])
+        if not fits:
+            raise ValueError(
+                f"x has shape {list(shape)}: expected [B, T, D] = [{batch}, T, {self.d_model}]"
+            )
 
     def _positions(self, T: int, index: jax.Array | None = None) -> rope.Positions:
         """Returns positions with RoPE's angles; None: 0 .. T - 1."""

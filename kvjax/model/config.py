@@ -50,7 +50,7 @@ class BlockConfig:
     rope_high: float = 4.0  # turns, more than rope_low
     rope_original: int = 8192  # tokens
     rope_fraction: float = 1.0  # partial RoPE: share of pairs that are rotated, at least one pair
-    rope_attention_factor: float = 1.0  # YaRN's factor on rotated queries, and on rotated keys
+    rope_attention_factor: float = 1.0  # YaRN's factor; its square multiplies logits
     rope_layers: tuple[int, ...] = ()  # by layer, 1: RoPE rotates, 0: no RoPE; (): all layers 1
     window: int = 0  # sliding window: tokens attended to, including the query's own; 0: no window
     window_layers: tuple[int, ...] = ()  # by layer, 1: has the window, 0: none; (): all layers 1
@@ -137,6 +137,8 @@ class BlockConfig:
                 )
         if self.rope_scaling == "yarn" and self.rope_base == 1:
             raise UserError("config.model.rope_base = 1.0: must be more than 1 with YaRN")
+        if self.rope_scaling == "yarn" and not self.rope_low:
+            raise UserError("config.model.rope_low = 0.0: must be more than 0 with YaRN")
 
     @property
     def angles_base(self) -> rope.Base | None:
@@ -210,6 +212,14 @@ class TransformerConfig:
                 "config.attention.alibi = True: needs config.model.causal = True: without a "
                 "causal mask the biases favour later tokens"
             )
+        for key in ("alibi", "position_channels"):  # in training they are channels of the logits
+            changed = {"attention_softcap": 0.0, "rope_attention_factor": 1.0}
+            given = [name for name, plain in changed.items() if getattr(self.block, name) != plain]
+            if given and any(getattr(m, key, False) for m in self.mechanisms):
+                raise UserError(
+                    f"config.model.{given[0]} = {getattr(self.block, given[0])}: must be "
+                    f"{changed[given[0]]} with config.attention.{key}"
+                )
         for layer, mechanism in enumerate(self.mechanisms):
             if self.block.causal and mechanism.needs_whole_rows:
                 raise UserError(

@@ -328,6 +328,8 @@ REFUSED = [
     (GEMMA3, dict(attn_logit_softcapping=50.0), "must be null: attention of this family has no"),
     (GEMMA3, dict(sliding_window_pattern="LG"), "sliding_window_pattern = 'LG' is a str"),
     (LLAMA, dict(model_type="gemma3"), "model_type = 'gemma3': must be one of gpt2, llama"),
+    (GEMMA2, dict(query_pre_attn_scalar=0), "query_pre_attn_scalar = 0: must be more than 0"),
+    (GEMMA2, dict(query_pre_attn_scalar=-4), "query_pre_attn_scalar = -4: must be more than 0"),
     (OLMO3, dict(sliding_window=None), "must be a number: layers have a sliding window"),
     (OLMO3, dict(rope_parameters=YARN), "must have full_attention and sliding_attention"),
     (OLMO3, dict(rope_theta=1e4), "rope_theta = 10000.0: transformers 4 and 5 give layers with a"),

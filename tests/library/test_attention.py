@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax.attention import named
 from kvjax.costs.formulas import entry_bytes
 from kvjax.library.attention import Attention
 from tests import quick
@@ -110,3 +111,16 @@ def test_positions_and_segments():
 
 def _smaller(cache, capacity):
     return jax.tree.map(lambda x: x[..., :capacity] if x.ndim > 1 else x, cache)
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 32), (1, 4, 32), (3, 4, 16), (3, 32)])
+def test_shapes_that_do_not_fit(shape):
+    """Inputs must have the model's width, and with a cache one row per cached sequence."""
+    attention = Attention(named.mqa(num_heads=2, head_dim=16), 32, rngs=nnx.Rngs(0))
+    cache, x = attention.cache(3, 128), jnp.zeros(shape)
+    for method in (attention.prefill, attention.decode):
+        with pytest.raises(ValueError, match=r"expected \[B, T, D\] = \[3, T, 32\]"):
+            method(x, cache)
+    if shape[1:] != (4, 32):
+        with pytest.raises(ValueError, match=r"expected \[B, T, D\] = \[B, T, 32\]"):
+            attention(x)

@@ -151,6 +151,18 @@ def test_kinds_of_layers():
     assert set(linear.layer_kinds) == {LayerKind(rope.Linear(50.0, 8.0))}
 
 
+@pytest.mark.parametrize("key, value", [("attention_softcap", 5.0), ("rope_attention_factor", 2.0)])
+def test_biases_by_position_forbid_changed_logits(make_mechanism, key, value):
+    """In training they are part of the logits that are capped and scaled; in decoding not."""
+    for biased, positions in ((dict(alibi=True), "none"), (dict(position_channels=8), "rope")):
+        mechanism = make_mechanism("mha", **biased)
+        block = BlockConfig(num_layers=1, d_model=64, mlp_dim=8, positions=positions)
+        TransformerConfig(block=block, mechanisms=(mechanism,), vocab_size=8)
+        block = dataclasses.replace(block, **{key: value})
+        with pytest.raises(UserError, match=f"config.model.{key} = {value}: must be .* with "):
+            TransformerConfig(block=block, mechanisms=(mechanism,), vocab_size=8)
+
+
 def test_alibi_needs_causal_models_without_other_positions(make_mechanism):
     mechanisms = (make_mechanism("mha"), make_mechanism("lrkv", alibi=True), make_mechanism("mha"))
 
