@@ -12,6 +12,7 @@ from experiments.analysis.head_tables import Run
 from experiments.studies import grid, head_diversity
 from experiments.studies.demo_size import STUDIES
 from experiments.studies.grid import Run as GridRun
+from kvjax.config import resolve
 from kvjax.foundation import command_line
 from tests import runs
 
@@ -164,7 +165,8 @@ def test_a_saved_result_loses_nothing(run, options, said):
 def test_a_run_is_trained_once_and_measured_at_its_ends(monkeypatch, tmp_path):
     config = runs.small_config(runs.write_text(tmp_path / "text.txt"), str(tmp_path / "data"))
     config.train.update(num_steps=4, snapshot_every=2)
-    one = types.SimpleNamespace(name="lrkv", steps=4, config=config, identity="x")
+    experiment = resolve(config)
+    one = types.SimpleNamespace(name="lrkv", config=config, experiment=experiment, identity="x")
 
     def of_model(model, trained=True):
         return dict(trained=float(trained))
