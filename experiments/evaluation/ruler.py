@@ -7,11 +7,10 @@ No model is run. Differences are from the first model on the same questions, see
 --compare`.
 """
 
-import argparse
 from collections.abc import Iterator, Sequence
 
 from experiments import record
-from experiments.evaluation.scores import described, percent
+from experiments.evaluation.scores import described, parse, percent
 from kvjax.evaluate import compare, rows as rows_lib, ruler, scores, summary
 from kvjax.evaluate.compare import Evaluated
 from kvjax.evaluate.scores import Score
@@ -63,23 +62,9 @@ def _cells(row: dict) -> tuple:
     return (row["task"], *of_model, value, f"{low} to {high}", minutes, *against)
 
 
-def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = command_line.Parser(__doc__)
-    add = parser.add_argument
-    add("--workdirs", default="", help="workdirs of models; the first is the reference")
-    add("--save", action="store_true", help="write experiments/results/ruler.json")
-    parser.add_output()
-    options = parser.parse(arguments)
-    options.workdirs = [name.strip() for name in options.workdirs.split(",") if name.strip()]
-    if not options.workdirs:
-        raise UserError("--workdirs is missing: give workdirs that kvjax.evaluate was run on")
-    record.check(options.save)
-    return options
-
-
 def main(arguments: Sequence[str]) -> None:
     """Prints the table, ordered by task."""
-    options = _options(arguments)
+    options = parse(arguments, __doc__, "ruler")
     evaluations = {name: compare.open(name, "--workdirs") for name in options.workdirs}
     first, rows = evaluations[options.workdirs[0]], []
     for name, evaluated in evaluations.items():

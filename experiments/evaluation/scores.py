@@ -78,11 +78,16 @@ def percent(score: dict, sign: str = "") -> tuple[str, ...]:
     return tuple(f"{100 * score[key]:{sign}.1f}" for key in ("value", "low", "high"))
 
 
-def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = command_line.Parser(__doc__)
+def parse(arguments: Sequence[str], description: str, result: str) -> argparse.Namespace:
+    """Returns the options of a table of evaluated models.
+
+    Args:
+      result: name of the file that --save writes.
+    """
+    parser = command_line.Parser(description)
     add = parser.add_argument
     add("--workdirs", default="", help="workdirs of models; the first is the reference")
-    add("--save", action="store_true", help="write experiments/results/scores.json")
+    add("--save", action="store_true", help=f"write experiments/results/{result}.json")
     parser.add_output()
     options = parser.parse(arguments)
     options.workdirs = [name.strip() for name in options.workdirs.split(",") if name.strip()]
@@ -94,7 +99,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 
 def main(arguments: Sequence[str]) -> None:
     """Prints the table."""
-    options = _options(arguments)
+    options = parse(arguments, __doc__, "scores")
     evaluations = [compare.open(name, "--workdirs") for name in options.workdirs]
     rows = []
     for name, evaluated in zip(options.workdirs, evaluations, strict=True):

@@ -224,10 +224,12 @@ def _rows(options: argparse.Namespace, model: LazyModel, *, key: str, split: str
 
 
 def long_rows(options: argparse.Namespace, model: LazyModel, rows_BT: np.ndarray) -> np.ndarray:
-    """Returns [B, T + 1] rows of --calibrate in the longest rows that it has, of allowed lengths.
+    """Returns [B, T + 1] rows of the calibration text, as long as contexts will be.
+
+    T is --attention_length, or less if the model's context or the text is shorter.
 
     Args:
-      rows_BT: rows of --row_length, the shortest allowed.
+      rows_BT: rows of --row_length, returned if no longer ones are allowed.
     """
     length = longest = min(options.attention_length, model.context)
     while length > options.row_length:

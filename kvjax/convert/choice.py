@@ -29,7 +29,7 @@ from kvjax.foundation.errors import UserError, warn
 
 DTYPE = jnp.dtype(jnp.bfloat16)  # of the cache, for budgets and reported sizes
 _KEY_WEIGHTS = (3.0, 10.0)  # of MLA, that `auto` tries
-COMPARED_TOKENS = 8192  # calibration tokens whose perplexity decides between methods
+_COMPARED_TOKENS = 8192  # calibration tokens whose perplexity decides between methods
 _EVERY = 4  # layers of which one is fitted to choose MLA's sizes
 _FEW_SWEEPS = 4
 # Weight of keys' errors when MLA's sizes are compared, less than in a fit. At a quarter of
@@ -88,7 +88,7 @@ def choose(
 
 def _best(options, source: LazyModel, moments, rows_BT: np.ndarray, long_BT: np.ndarray) -> Choice:
     """Returns the methods with the least perplexity on a part of the calibration text."""
-    compared_BT = long_BT[: max(1, COMPARED_TOKENS // long_BT.shape[1])]
+    compared_BT = long_BT[: max(1, _COMPARED_TOKENS // long_BT.shape[1])]
     best, lowest, compared = None, np.inf, []
     for name in options_lib.FITTED:
         given = copy.copy(options)

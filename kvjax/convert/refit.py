@@ -5,7 +5,8 @@ heads can still be taken away by W_out, in closed form and for any method. Each 
 original's inputs, so that layers are independent and one is in memory at a time.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+import functools
 
 from flax import nnx, traverse_util
 import jax
@@ -14,12 +15,14 @@ import numpy as np
 import scipy.linalg
 
 from kvjax.attention import Attention
+from kvjax.attention.mechanism import MechanismConfig
 from kvjax.convert.converted import ConvertedModel
 from kvjax.convert.layerwise import LayerwisePass
 from kvjax.convert.methods import Method
 from kvjax.convert.model import LazyModel
 from kvjax.layers import rope
-from kvjax.model.config import TransformerConfig
+from kvjax.model.config import BlockConfig, TransformerConfig
+from kvjax.model.layer_kinds import LayerKind
 from kvjax.model.parameters import Path
 
 _HELD_OUT = 8  # the last one of so many rows decides whether a layer's regression is kept
@@ -67,27 +70,36 @@ def _observe(model: LazyModel, rows_BT: np.ndarray) -> Iterator[list[tuple]]:
 
 def _heads(config: TransformerConfig, index: int, weights: dict[Path, np.ndarray], *, length: int):
     """Returns a function of inputs [B, T, D]: heads' outputs, and a 1 if outputs have a bias."""
-    block, (mechanism, kind) = config.block, config.layers[index]
-    graph, _ = nnx.split(
-        nnx.eval_shape(lambda: Attention(mechanism, block.d_model, rngs=nnx.Rngs(0)))
-    )
+    run = _program(config.block, *config.layers[index], length)
     N, V, _ = weights["out",].shape
     plain = weights | {("out",): np.eye(N * V, dtype=np.float32).reshape(N, V, N * V)}
     if biased := ("out_bias",) in weights:
         plain["out_bias",] = np.zeros(N * V, np.float32)
     plain = jax.tree.map(jnp.asarray, traverse_util.unflatten_dict(plain))
-    token_index = np.arange(length, dtype=np.int32)[None]
-
-    @jax.jit
-    def run(plain, h_BTD):
-        positions = rope.positions(token_index, mechanism.rope_dim, kind.rope_base)
-        return nnx.merge(graph, plain)(h_BTD, positions, causal=block.causal, **kind.attend)
 
     def outputs(h_BTD):
         o_BTX = np.asarray(run(plain, h_BTD), np.float64)
         return np.concatenate([o_BTX, np.ones_like(o_BTX[..., :1])], axis=-1) if biased else o_BTX
 
     return outputs
+
+
+@functools.cache  # layers of equal shape and kind share one program
+def _program(
+    block: BlockConfig, mechanism: MechanismConfig, kind: LayerKind, length: int
+) -> Callable[[dict, jax.Array], jax.Array]:
+    """Returns attention's compiled forward pass: (weights, inputs [B, T, D]) to outputs."""
+    graph, _ = nnx.split(
+        nnx.eval_shape(lambda: Attention(mechanism, block.d_model, rngs=nnx.Rngs(0)))
+    )
+    token_index = np.arange(length, dtype=np.int32)[None]
+
+    @jax.jit
+    def run(weights, h_BTD):
+        positions = rope.positions(token_index, mechanism.rope_dim, kind.rope_base)
+        return nnx.merge(graph, weights)(h_BTD, positions, causal=block.causal, **kind.attend)
+
+    return run
 
 
 def _projection(weights: dict[Path, np.ndarray]) -> np.ndarray:

@@ -262,6 +262,13 @@ def test_command(run, imported, text, tmp_path):
     assert np.corrcoef(before.ravel(), after.ravel())[0, 1] > 0.9
 
 
+def test_one_row_is_too_few_to_refit(run, imported, text, tmp_path):
+    options = [f"--source={imported('llama')}", f"--out={tmp_path / 'out'}", f"--calibrate={text}"]
+    options += ["--row_length=16", "--calibrate_tokens=16", "--method=mla", "--cache=0.75"]
+    status, _, errors = run(*options, "--refit")
+    assert status == 2 and "--refit: needs two rows of calibration text" in errors
+
+
 AUTO = [("llama", "0.5"), ("qwen2", "0.75")]
 
 

@@ -47,7 +47,7 @@ def test_layers_may_differ(name):
 @pytest.mark.parametrize("factor", [0.5, 1.0])
 @pytest.mark.parametrize("biases", [{}, dict(bias=True, out_bias=False)])
 def test_outputs_are_regressed_where_that_helps(factor, biases):
-    """What is linear in heads' outputs comes back; exact weights stay as they are."""
+    """A regression undoes a factor on the projection, and leaves exact weights as they are."""
     mechanism = workdirs.grouped(2, 2, **workdirs.PLAIN, **biases)
     source = workdirs.Made(workdirs.config("llama", mechanism))
     rows_BT = np.random.default_rng(0).integers(0, 257, (17, 24))
