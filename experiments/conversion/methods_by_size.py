@@ -21,8 +21,8 @@ from kvjax.convert import (
     model as model_lib,
     options as options_lib,
     perplexity,
+    refit,
 )
-from kvjax.convert.converted import ConvertedModel
 from kvjax.foundation import command_line, lists, runtime
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.output import Output, Table
@@ -74,12 +74,14 @@ class _Subject:
         rows_BT = self.calibrating_BT
         long_BT = command.long_rows(options, self.model, rows_BT)
         chosen = choice.choose(options, self.model, self.moments, rows_BT, long_BT)
-        converted = ConvertedModel(self.model, chosen.methods, self.moments)
+        regressing_BT = rows_BT[:, :-1] if options.refit else None
+        converted = refit.converted_model(self.model, chosen.methods, self.moments, regressing_BT)
         return dict(
             bytes=choice.cache_bytes(converted),
             of=original_bytes,
             titles=sorted({layer_method.title for layer_method in chosen.methods}),
             perplexity=self.perplexities(converted),
+            outputs_lost=getattr(converted, "outputs_lost", {}),
             compared=dict(chosen.compared),
         )
 
@@ -87,21 +89,23 @@ class _Subject:
 def tasks(subject: _Subject, name: str, methods: list[str], sizes: list[float]):
     """Returns a task for the original model, and one for each method and size."""
     points = [("none", 1.0), *((method, size) for size in sizes for method in methods)]
-    return [
-        records.Task(
-            f"methods_by_size/{name}/{size:g}/{method}",
-            dict(method=method, size=size, tokens={str(k): v for k, v in TOKENS.items()}),
-            functools.partial(subject.measure, method, size),
-            _SECONDS_PER_POINT,
-        )
-        for method, size in points
-    ]
+    tokens = {str(length): count for length, count in TOKENS.items()}
+    planned = []
+    for method, size in points:
+        settings = dict(method=method, size=size, tokens=tokens)
+        if options_lib.can_refit(method):
+            settings["refit"] = True
+        measure = functools.partial(subject.measure, method, size)
+        title = f"methods_by_size/{name}/{size:g}/{method}"
+        planned.append(records.Task(title, settings, measure, _SECONDS_PER_POINT))
+    return planned
 
 
 def _report(planned: list[records.Task], out: Output) -> None:
     rows = []
     for task in planned:
-        result, (method, size, _) = records.read(task.name), task.settings.values()
+        result = records.read(task.name)
+        method, size = task.settings["method"], task.settings["size"]
         if result is None:
             rows.append((size, method, "not reached", *[""] * len(TOKENS), ""))
             continue

@@ -29,13 +29,12 @@ from kvjax.convert import (
     model as model_lib,
     options as options_lib,
     perplexity,
+    refit,
 )
 from kvjax.convert.choice import Choice
-from kvjax.convert.converted import ConvertedModel
 from kvjax.convert.latent_method import LatentAttention
 from kvjax.convert.methods import ThinKeys
 from kvjax.convert.model import LazyModel
-from kvjax.convert.refit import RefittedModel
 from kvjax.foundation import command_line, provenance, runtime
 from kvjax.foundation.errors import UserError, warn
 from kvjax.foundation.output import Output, Table
@@ -110,7 +109,9 @@ def make_parser() -> command_line.Parser:
     add("--calibrate", default="embedded", help="text that the method is fitted to (embedded)")
     add("--calibrate_tokens", type=int, default=32_768, help="number of its tokens (32768)")
     text = "regress each layer's output projection on what the original's attention returns for "
-    text += "this text, where that lowers the error on rows set apart (no)"
+    text += (
+        "this text, where that lowers the error on rows set apart (yes, but with objective weights)"
+    )
     add("--refit", action=argparse.BooleanOptionalAction, default=None, help=text)
     text = "text whose validation split measures the perplexity before and after (embedded)"
     add("--evaluate", default="embedded", help=text)
@@ -147,8 +148,11 @@ def _run(options: argparse.Namespace, out: Output) -> None:
     calibrating_BT = evaluated_BT = long_BT = moments = None
     if converts and options.objective != "weights":
         calibrating_BT = _rows(options, source, key="calibrate", split="train")
-        if options.refit and len(calibrating_BT) < 2:
-            raise UserError("--refit: needs two rows of calibration text: give --calibrate_tokens")
+        if options.refit and len(calibrating_BT) < refit.LEAST_ROWS:
+            raise UserError(
+                "--refit: needs two rows of calibration text: give a longer --calibrate, more "
+                "--calibrate_tokens, or --no-refit"
+            )
         if options.method in ("mla", "auto"):
             long_BT = long_rows(options, source, calibrating_BT)
     if options.evaluate_tokens:
@@ -157,9 +161,8 @@ def _run(options: argparse.Namespace, out: Output) -> None:
         moments = calibration.moments(source, calibrating_BT[:, :-1])
     if converts:
         chosen = choice.choose(options, source, moments, calibrating_BT, long_BT)
-        model = ConvertedModel(source, chosen.methods, moments)
-        if options.refit:
-            model = RefittedModel(source, chosen.methods, moments, calibrating_BT[:, :-1])
+        regressing_BT = calibrating_BT[:, :-1] if options.refit else None
+        model = refit.converted_model(source, chosen.methods, moments, regressing_BT)
     record = _record(options, chosen, source, model)
     if calibrating_BT is not None:
         record["calibrated"] = dict(text=options.calibrate, tokens=calibrating_BT[:, 1:].size)

@@ -41,6 +41,8 @@ def fill_defaults(options: argparse.Namespace, default: Callable[[str], object])
         options.method = "none" if options.cache is None else "thin_keys"
     fill_method(options)
     _check(options, default)
+    if options.refit is None:
+        options.refit = can_refit(options.method) and options.objective != "weights"
     if options.method == "gqa":
         options.objective = PooledHeads.objective
 
@@ -50,6 +52,11 @@ def fill_method(options: argparse.Namespace) -> None:
     if options.method == "thin_keys":
         options.mode = options.mode or ("per_head" if options.rank is not None else "joint")
         options.part = options.part or ("key" if options.cache is None else "key_value")
+
+
+def can_refit(method: str) -> bool:
+    """Returns True if output projections may be regressed after this method."""
+    return method in _METHODS_WITH["refit"]
 
 
 def splits_budget(options: argparse.Namespace) -> bool:

@@ -5,7 +5,7 @@ heads can still be taken away by W_out, in closed form and for any method. Each 
 original's inputs, so that layers are independent and one is in memory at a time.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 import functools
 
 from flax import nnx, traverse_util
@@ -25,8 +25,18 @@ from kvjax.model.config import BlockConfig, TransformerConfig
 from kvjax.model.layer_kinds import LayerKind
 from kvjax.model.parameters import Path
 
+LEAST_ROWS = 2  # to regress on one and to measure on another
 _HELD_OUT = 8  # the last one of so many rows decides whether a layer's regression is kept
 _RIDGE = 1e-4  # towards the weights before, relative to the mean square of the heads' outputs
+
+
+def converted_model(
+    source: LazyModel, methods: list[Method], moments: Sequence | None, rows_BT: np.ndarray | None
+) -> ConvertedModel:
+    """Returns the converted model, with regressed output projections if rows are given."""
+    if rows_BT is None:
+        return ConvertedModel(source, methods, moments)
+    return RefittedModel(source, methods, moments, rows_BT)
 
 
 class RefittedModel(ConvertedModel):
