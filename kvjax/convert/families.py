@@ -162,6 +162,7 @@ class LlamaFamily(Family):
         if not self.multipliers:
             _check_scale(c, head_dim)
         _check_dual_chunks(c, context)
+        window = self.window.read(c)
         block = BlockConfig(
             num_layers=c.integer("num_hidden_layers"),
             d_model=width,
@@ -173,8 +174,8 @@ class LlamaFamily(Family):
             activation=self._activation(c, self.activation_key),
             tied_head=c.flag("tie_word_embeddings", self.tied),
             logit_softcap=self._softcap(c),
-            **self.window.read(c),
-            **self.rope.read(c),
+            **window,
+            **self.rope.read(c, bool(window)),
             **self._more(c),
         )
         attention = dict(

@@ -24,7 +24,7 @@ _KEYS = frozenset(
 class RopeKeys(NamedTuple):
     """A family's keys of RoPE."""
 
-    read: Callable[[PublishedConfig], dict]  # BlockConfig's keys of RoPE
+    read: Callable[[PublishedConfig, bool], dict]  # BlockConfig's keys; True: layers have windows
     write: Callable[[BlockConfig], dict]  # the family's
     keys: frozenset[str] = frozenset()  # besides those of every family
 
@@ -145,7 +145,13 @@ def _attention_factor(factor: float) -> float:
 # -- families whose layers differ ------------------------------------------------------------------
 
 
-def _read_smollm3(c: PublishedConfig) -> dict:
+def _read_flat(c: PublishedConfig, has_window: bool) -> dict:
+    del has_window
+    return read(c)
+
+
+def _read_smollm3(c: PublishedConfig, has_window: bool) -> dict:
+    del has_window
     keys, rotated = read(c, base=2_000_000.0), tuple(windows.no_rope_layers(c))
     return keys if all(rotated) else keys | dict(rope_layers=rotated)
 
@@ -155,7 +161,9 @@ def _write_smollm3(block: BlockConfig) -> dict:
     return write(block) | dict(no_rope_layers=rotated)
 
 
-def _read_by_type(c: PublishedConfig, *, base: float, local_base: float, local_key: str) -> dict:
+def _read_by_type(
+    c: PublishedConfig, has_window: bool, *, base: float, local_base: float, local_key: str
+) -> dict:
     """Returns RoPE of a family in which only layers without a window have the scaling.
 
     Args:
@@ -172,6 +180,8 @@ def _read_by_type(c: PublishedConfig, *, base: float, local_base: float, local_k
         full = dict(rope_parameters=by_type.section(windows.FULL))
         c = PublishedConfig(c.values | full, c.source)
     keys = read(c, base=base)
+    if not has_window:
+        return keys
     if local is None and local_key:
         local = c.number(local_key, local_base)
     elif local is None:
@@ -206,7 +216,7 @@ def _write_by_type(block: BlockConfig, *, local_key: str = "") -> dict:
     return keys | ({local_key: local} if local_key else {})
 
 
-FLAT = RopeKeys(read, write)
+FLAT = RopeKeys(_read_flat, write)
 SMOLLM3 = RopeKeys(
     _read_smollm3, _write_smollm3, frozenset({"no_rope_layers", "no_rope_layer_interval"})
 )

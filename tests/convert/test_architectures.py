@@ -160,6 +160,21 @@ def test_two_bases_of_gemma3(keys, base, local, factor):
     assert (model["rope_factor"], model["window_layers"]) == (factor, (1, 0))
 
 
+@pytest.mark.parametrize("family", [GEMMA3, OLMO3])
+@pytest.mark.parametrize(
+    "keys, factor",
+    [
+        (dict(rope_theta=7.0, rope_scaling=LINEAR), 8.0),
+        (dict(rope_parameters={FULL: ROPE | dict(rope_theta=7.0), SLIDING: ROPE}), 1.0),
+    ],
+)
+def test_no_layer_has_a_window(family, keys, factor):
+    """The base of layers with a window counts for none, in a config that has it."""
+    model = sections(family | dict(layer_types=[FULL, FULL]) | keys).model
+    assert (model["rope_base"], model["rope_factor"]) == (7.0, factor)
+    assert not model["window"] and not model["window_rope_base"]
+
+
 @pytest.mark.parametrize(
     "keys",
     [
