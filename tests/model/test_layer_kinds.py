@@ -1,5 +1,7 @@
 """Patterns of layers' kinds."""
 
+import itertools
+
 import pytest
 
 from kvjax.model.layer_kinds import LayerKind, patterns
@@ -17,6 +19,9 @@ KINDS = dict(a=LayerKind(None), b=LayerKind(1.0), c=LayerKind(2.0))
         ("abc", 3, 1),
         ("aaaaab" * 4 + "aa", 7, 2),
         ("aaaaab" * 10 + "aa", 7, 2),
+        ("aaababab", 3, 2),  # the first pattern is repeated less often than it could be
+        ("aa" + "aaaaab" * 21, 7, 2),
+        ("aaaaab" * 200 + "aa", 7, 2),  # more layers than Python's stack has frames
         ("", 0, 0),
     ],
 )
@@ -28,3 +33,24 @@ def test_patterns(letters, layers_of_units, number):
     assert sum(pattern.num_layers for pattern in found) == len(kinds)
     assert sum(len(pattern.unit) for pattern in found) == layers_of_units
     assert len(found) == number
+
+
+def test_no_split_is_smaller():
+    """Of all splits of all short sequences of two kinds."""
+
+    def unit(layers):
+        sizes = (size for size in range(1, len(layers) + 1) if len(layers) % size == 0)
+        return next(size for size in sizes if layers[:size] * (len(layers) // size) == layers)
+
+    def smallest(letters):
+        inner = range(1, len(letters))
+        cuts = itertools.chain.from_iterable(
+            itertools.combinations(inner, number) for number in range(len(letters))
+        )
+        bounds = ((0, *cut, len(letters)) for cut in cuts)
+        parts = ([letters[i:j] for i, j in itertools.pairwise(bound)] for bound in bounds)
+        return min((sum(map(unit, split)), len(split)) for split in parts)
+
+    for letters in itertools.product("ab", repeat=7):
+        found = patterns(tuple(map(KINDS.get, letters)))
+        assert (sum(len(p.unit) for p in found), len(found)) == smallest(letters), letters
