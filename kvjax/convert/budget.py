@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.attention.grouped import GroupedConfig
 from kvjax.convert import converted, factors, layer as layer_lib
 from kvjax.convert.methods import Method, ThinKeys
 from kvjax.convert.model import LazyModel
@@ -19,6 +20,7 @@ from kvjax.costs import formulas
 from kvjax.foundation import progress
 from kvjax.foundation.errors import UserError
 from kvjax.model.config import TransformerConfig
+from kvjax.model.layer_kinds import LayerKind
 
 
 class RankChoices(NamedTuple):
@@ -37,12 +39,12 @@ def rank_choices(
     Ranks that enlarge the cache are left out; raises a UserError if even the smallest does.
     """
     choices = []
-    for mechanism in config.mechanisms:
+    for mechanism, kind in config.layers:
         largest = method.max_rank(mechanism)
         smallest = dataclasses.replace(method, rank=min(multiple, largest))
-        source_bytes = check_smaller(config, mechanism, smallest, dtype, "multiple")
+        source_bytes = check_smaller(mechanism, kind, smallest, dtype, "multiple")
         ranks = [*range(multiple, largest, multiple), largest]
-        sizes = [_bytes(config, mechanism, method, rank, dtype) for rank in ranks]
+        sizes = [_bytes(mechanism, kind, method, rank, dtype) for rank in ranks]
         choices.append(
             RankChoices(
                 ranks=[
@@ -56,7 +58,7 @@ def rank_choices(
 
 
 def check_smaller(
-    config: TransformerConfig, mechanism, method: Method, dtype: jnp.dtype, key: str
+    mechanism: GroupedConfig, kind: LayerKind, method: Method, dtype: jnp.dtype, key: str
 ) -> int:
     """Returns a layer's bytes per token before conversion; raises a UserError if the method adds
     any.
@@ -65,10 +67,10 @@ def check_smaller(
       key: option that sets the method's rank, for messages.
     """
     source_bytes = formulas.entry_bytes(mechanism.entry(), dtype)
-    new_bytes = _bytes(config, mechanism, method, method.rank, dtype)
+    new_bytes = _bytes(mechanism, kind, method, method.rank, dtype)
     if new_bytes <= source_bytes:
         return source_bytes
-    sizes = [_bytes(config, mechanism, method, rank, dtype) for rank in range(1, method.rank)]
+    sizes = [_bytes(mechanism, kind, method, rank, dtype) for rank in range(1, method.rank)]
     fitting = [rank for rank, size in enumerate(sizes, 1) if size <= source_bytes]
     advice = f"give at most {fitting[-1]}" if fitting else "no rank makes this cache smaller"
     raise UserError(
@@ -175,7 +177,7 @@ def split_budget(
     keys, values = method.alone("key"), method.alone("value")
     ranks = {part: _ranks(config, part, multiple) for part in (keys, values)}
     smallest = dataclasses.replace(method, rank=ranks[keys][0], value_rank=ranks[values][0])
-    smallest_bytes = (_bytes(config, m, smallest, smallest.rank, dtype) for m in config.mechanisms)
+    smallest_bytes = (_bytes(*layer, smallest, smallest.rank, dtype) for layer in config.layers)
     check_budget(
         [RankChoices([smallest.rank], [size], dtype.name) for size in smallest_bytes], budget
     )
@@ -190,11 +192,12 @@ def split_budget(
                     unit = sensitivities[i] * layer_lib.logit_variance(layer, moment_EE)
                 lost[keys] += unit * np.array(keys.energy_losses(layer, moment_EE, ranks[keys]))
                 lost[values] += values.energy_losses(layer, moment_EE, ranks[values])
-    best, count = None, collections.Counter(config.mechanisms)
+    best, count = None, collections.Counter(config.layers)
     for key_rank, key_loss in zip(ranks[keys], lost[keys], strict=True):
         for value_rank, value_loss in zip(ranks[values], lost[values], strict=True):
             candidate = dataclasses.replace(method, rank=key_rank, value_rank=value_rank)
-            used = sum(n * _bytes(config, m, candidate, key_rank, dtype) for m, n in count.items())
+            sizes = (n * _bytes(*layer, candidate, key_rank, dtype) for layer, n in count.items())
+            used = sum(sizes)
             if used <= budget and (best is None or key_loss + value_loss < best[0]):
                 best = key_loss + value_loss, candidate
     chosen = best[1]
@@ -211,9 +214,9 @@ def _ranks(config: TransformerConfig, method: Method, multiple: int) -> list[int
 
 
 def _bytes(
-    config: TransformerConfig, mechanism, method: Method, rank: int, dtype: jnp.dtype
+    mechanism: GroupedConfig, kind: LayerKind, method: Method, rank: int, dtype: jnp.dtype
 ) -> int:
     """Returns the cache bytes per token of one layer at a rank."""
     changed = dataclasses.replace(method, rank=rank)
-    new = changed.mechanism(mechanism, rope=config.block.angles_base)
+    new = changed.mechanism(mechanism, rope=kind.rope_base)
     return formulas.entry_bytes(new.entry(), dtype)

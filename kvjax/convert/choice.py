@@ -62,8 +62,8 @@ def check(options: argparse.Namespace, source: LazyModel) -> None:
         method = _pooled(options, source)
     ConvertedModel(source, [method] * config.block.num_layers, None)
     if options.rank is not None:
-        for mechanism in config.mechanisms:
-            budget.check_smaller(config, mechanism, method, DTYPE, "rank")
+        for mechanism, kind in config.layers:
+            budget.check_smaller(mechanism, kind, method, DTYPE, "rank")
     elif not isinstance(method, (LatentAttention, PooledHeads)):
         _rank_choices(options, method, source)
 

@@ -12,6 +12,7 @@ from kvjax.attention import Attention, GroupedConfig
 from kvjax.convert import budget, layer as layer_lib, model as model_lib
 from kvjax.convert.budget import RankChoices
 from kvjax.convert.converted import ConvertedModel
+from kvjax.convert.latent_method import LatentAttention
 from kvjax.convert.methods import LowRankKV, ThinKeys
 from kvjax.foundation.errors import UserError
 from kvjax.model.config import BlockConfig, TransformerConfig
@@ -92,7 +93,16 @@ def test_rank_choices_never_enlarge_the_cache(make_mechanism):
     with pytest.raises(UserError, match="no rank makes this cache smaller"):
         budget.rank_choices(mqa, LowRankKV(rank=1), 1, HALF)
     with pytest.raises(UserError, match="rank = 7: takes .*: give at most 4"):
-        budget.check_smaller(gqa, gqa.mechanisms[0], LowRankKV(rank=7), HALF, "rank")
+        budget.check_smaller(*gqa.layers[0], LowRankKV(rank=7), HALF, "rank")
+
+
+def test_rank_choices_see_the_rope_of_each_layer(make_mechanism):
+    """MLA takes no layer without RoPE, in a model with RoPE."""
+    config = _model(make_mechanism, "gqa")
+    block = dataclasses.replace(config.block, rope_layers=(1, 0))
+    config = dataclasses.replace(config, block=block)
+    with pytest.raises(UserError, match="needs a model with RoPE in every layer"):
+        budget.rank_choices(config, LatentAttention(rank=2), 2, HALF)
 
 
 @pytest.mark.parametrize(
