@@ -38,6 +38,7 @@ def decode_attention(
     layout: str = "grouped",
     scale: float | None = None,
     window: int = 0,
+    softcap: float = 0.0,
     return_lse: bool = False,
     implementation: str | None = None,
     rope_base: Base | None = None,
@@ -54,15 +55,17 @@ def decode_attention(
       layout: a name of `LAYOUTS`.
       scale: factor on the logits; None: 1/sqrt(H) (latent layouts have no default).
       window: if positive, a token sees only itself and the window - 1 tokens before it.
+      softcap: c in c·tanh(z/c) of the scaled logits z, as in Gemma 2; 0: none.
       return_lse: return log-sum-exps too, to merge with attention over other keys.
-      implementation: "xla" takes everything; "tpu" and "gpu" are Pallas kernels; "reference"
-        expands the cache. None: the device's kernel if it takes these inputs, else "xla".
+      implementation: "xla" takes everything; "tpu" and "gpu" are Pallas kernels, without windows
+        and soft caps; "reference" expands the cache. None: the device's kernel if it takes these
+        inputs, else "xla".
       rope_base, norm_epsilon: options of the layouts whose `numbers` list them.
       arrays: the layout's other inputs.
 
     Returns:
       [B, T, N, Hv] (without T if the query has none) in float32 or wider, and with `return_lse`
-      the log-sum-exps [B, T, N] of the scaled logits.
+      the log-sum-exps [B, T, N] of the scaled and capped logits.
 
     Raises:
       ValueError: a wrong name or shape; the message has the array, its shape and what is expected.
@@ -71,6 +74,14 @@ def decode_attention(
     spec = layout_of(layout)
     query, cache = jnp.asarray(query), {name: jnp.asarray(x) for name, x in cache.items()}
     lengths, arrays = jnp.asarray(lengths), {k: jnp.asarray(v) for k, v in arrays.items()}
+    if query.ndim not in (3, 4):
+        one = spec.query.replace(" T", "")
+        raise ValueError(
+            f"query has shape {list(query.shape)}: expected {shown(spec.query)}, or {shown(one)} "
+            f"for one token ({_meanings(spec.query)})"
+        )
+    if not (math.isfinite(softcap) and softcap >= 0):
+        raise ValueError(f"softcap = {softcap}: must be positive, or 0 for none")
     one_token = query.ndim == 3
     query = query[:, None] if one_token else query
     numbers = {"rope_base": rope_base, "norm_epsilon": norm_epsilon}
@@ -93,12 +104,11 @@ def decode_attention(
     options = {name: numbers[name] for name in spec.numbers}
     inputs = spec.inputs(query=query, scale=float(scale), **arrays, **options)
     first_B = lengths - query.shape[1]
+    changes = dict(window=window, softcap=float(softcap))
     if return_lse:
-        o_BTNV, lse_BTN = _with_lse(inputs, cache, first_B, window, implementation)
+        o_BTNV, lse_BTN = _with_lse(inputs, cache, first_B, implementation, changes)
         return (o_BTNV[:, 0], lse_BTN[:, 0]) if one_token else (o_BTNV, lse_BTN)
-    o_BTNV = api.decode_attention(
-        inputs, cache, first_B, window=window, implementation=implementation
-    )
+    o_BTNV = api.decode_attention(inputs, cache, first_B, implementation=implementation, **changes)
     return o_BTNV[:, 0] if one_token else o_BTNV
 
 
@@ -128,6 +138,8 @@ def _check(layout, spec: Layout, query, cache, arrays) -> dict[str, int]:
             hint = ""
             if name.startswith("cache") and len(shape) == len(letters):
                 hint = "; caches have tokens last: `KVCache.append` writes [B, T, ...]"
+            if letters[0] == "B" and sizes.get("B") not in (None, *shape[:1]):
+                hint = f", where B is the query's first axis{hint}"
             raise ValueError(
                 f"{name} has shape {list(shape)}: expected {shown(axes)} = [{expected}]{hint}"
             )
@@ -140,14 +152,26 @@ def _check(layout, spec: Layout, query, cache, arrays) -> dict[str, int]:
     return sizes
 
 
-def _with_lse(inputs, cache, first_B, window: int, implementation: str | None):
-    """Calls an implementation that returns log-sum-exps."""
-    name = implementation or ("xla" if window else api.default(inputs, cache))
+def _with_lse(
+    inputs, cache, first_B, implementation: str | None, changes: Mapping[str, int | float]
+):
+    """Calls an implementation that returns log-sum-exps.
+
+    Args:
+      changes: window and soft cap, 0 for none.
+    """
+    options = {key: value for key, value in changes.items() if value}
+    name = implementation or ("xla" if options else api.default(inputs, cache))
     if name not in sharded.IMPLEMENTATIONS:
         reason = f"the {name!r} implementation returns no log-sum-exp"
         if implementation:
             raise NotImplementedError(f"{reason}: use one of {', '.join(sharded.IMPLEMENTATIONS)}")
         log_once(__name__, logging.WARNING, f"decode attention: {reason}; using 'xla'")
         name = "xla"
-    options = {"window": window} if window else {}
+    api.check_options(name, options)
     return sharded.IMPLEMENTATIONS[name](inputs, cache, first_B, Stripes(), **options)
+
+
+def _meanings(axes: str) -> str:
+    """Returns the axes' letters with their meanings."""
+    return ", ".join(f"{letter} {LETTERS[letter]}" for letter in axes.split())

@@ -80,6 +80,15 @@ def test_layouts_are_those_of_the_mechanisms(name):
         window = decode_attention(query, cache.arrays, cache.lengths, **options, window=2)
         expected = internal(inputs, cache.arrays, lengths - T, window=2)
         np.testing.assert_allclose(window, expected, atol=1e-12)
+        capped = dict(softcap=0.3, window=3)
+        expected = internal(inputs, cache.arrays, lengths - T, **capped, implementation="reference")
+        found, lse_capped = decode_attention(
+            query, cache.arrays, cache.lengths, **options, **capped, return_lse=True
+        )
+        np.testing.assert_allclose(found, expected, atol=1e-12)
+        assert np.abs(lse_capped).max() <= 0.3 + np.log(3)  # of at most 3 logits in [-0.3, 0.3]
+        found = decode_attention(query, cache.arrays, cache.lengths, **options, **capped)
+        np.testing.assert_allclose(found, expected, atol=1e-12)
 
 
 def _required(layout):
@@ -134,6 +143,17 @@ WRONG = {
         {"lengths": np.array([1.0, 2.0])},
         r"lengths float32\[2\]: must be int32 \[B\] = \[2\]",
     ),
+    "a query without sequences": (
+        {"query": np.zeros((8, 16))},
+        r"query has shape \[8, 16\]: expected \[B, T, N, H\], or \[B, N, H\] for one token "
+        r"\(B sequences, T new tokens, N query heads, H key channels of a head\)",
+    ),
+    "new tokens in place of sequences": (
+        {"query": np.zeros((3, 8, 16))},
+        r"cache\['base_key'\] has shape \[2, 4, 16, 128\]: expected \[B, K, H, S\] = "
+        r"\[3, K, 16, S\], where B is the query's first axis; caches have",
+    ),
+    "softcap": ({"softcap": -1.0}, "softcap = -1.0: must be positive, or 0 for none"),
     "heads": ({"query": np.zeros((2, 6, 16))}, "K = 4 must divide N = 6"),
     "layout": ({"layout": "paged"}, "layout = 'paged': must be one of grouped, residual"),
     "option": ({"rope_base": 1e4}, "rope_base: layout 'grouped' has no such option"),
@@ -154,6 +174,14 @@ WRONG = {
 def test_mistakes_are_named(change, message):
     with pytest.raises(ValueError, match=message):
         decode_attention(**GQA | change)
+
+
+@pytest.mark.parametrize("change", [{"window": 1}, {"softcap": 2.0}], ids=str)
+@pytest.mark.parametrize("return_lse", [True, False])
+def test_kernels_have_no_window_and_no_soft_cap(change, return_lse):
+    options = dict(implementation="tpu", return_lse=return_lse, **change)
+    with pytest.raises(NotImplementedError, match=f"TPU kernels have no {min(change)}: use 'xla'"):
+        decode_attention(**GQA, **options)
 
 
 def test_mistakes_of_caches_are_named():

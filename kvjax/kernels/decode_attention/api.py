@@ -77,11 +77,16 @@ def decode_attention(
         log_once(__name__, logging.WARNING, "decode attention: the kernels have no soft cap: 'xla'")
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"implementation = {name!r}: must be one of {', '.join(IMPLEMENTATIONS)}")
-    if options and is_kernel(name):
-        raise NotImplementedError(f"the {name.upper()} kernels have no {min(options)}: use 'xla'")
+    check_options(name, options)
     if stripes.num_chips() > 1:
         return sharded.decode_attention(inputs, cache, first_B, implementation=name, **options)
     return IMPLEMENTATIONS[name](inputs, cache, first_B, **options)
+
+
+def check_options(name: str, options: Mapping[str, int | float]) -> None:
+    """Raises a NotImplementedError for a kernel with a window or a soft cap."""
+    if options and is_kernel(name):
+        raise NotImplementedError(f"the {name.upper()} kernels have no {min(options)}: use 'xla'")
 
 
 def _needs_angles(inputs: DecodeInputs) -> bool:
