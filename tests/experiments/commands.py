@@ -25,7 +25,7 @@ _STUDIES += (
 )
 ROOMS = dict.fromkeys(_STUDIES, "studies")
 ROOMS |= dict.fromkeys(_BENCHMARKS, "benchmarks")
-ROOMS |= dict.fromkeys(("agreement", "at_hand", "ruler", "scores"), "evaluation")
+ROOMS |= dict.fromkeys(("agreement", "at_hand", "ruler", "scores", "token_eviction"), "evaluation")
 _TABLES = ("figures", "paper_tables", "parameter_table", "scaling_table", "decode_roofline")
 ROOMS |= dict.fromkeys((*_TABLES, "provenance_table"), "tables")
 ROOMS |= dict(methods_by_size="conversion")
@@ -39,6 +39,7 @@ _OTHERS = (
     "scaling_table",
     "ruler",
     "scores",
+    "token_eviction",
     "depth_8",
 )
 _OTHERS += ("provenance_table", *_STUDIES[1:17])
