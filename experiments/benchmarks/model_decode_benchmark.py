@@ -88,8 +88,11 @@ class Stepper:
 
         return cache_lib.Cache(_drawn(shapes.layers, entries), jnp.zeros(batch, jnp.int32))
 
-    def lower(self, batch: int, capacity: int) -> jax.stages.Lowered:
-        """Lowers (weights, tokens [B], cache) -> (next tokens [B], cache); the cache is donated."""
+    def program(self, batch: int, capacity: int) -> side_by_side.Program:
+        """Returns (weights, tokens [B], cache) -> (next tokens [B], cache), jitted, and arguments.
+
+        The cache is donated.
+        """
 
         def step(weights, token_B, cache):
             decoder = nnx.merge(self._graph, weights)
@@ -106,7 +109,7 @@ class Stepper:
             self.config.mechanisms, batch=batch, capacity=capacity, dtype=BF16
         )
         token_B = jax.ShapeDtypeStruct((batch,), jnp.int32)
-        return jax.jit(step, donate_argnums=2).lower(self._shapes, token_B, cache)
+        return jax.jit(step, donate_argnums=2), (self._shapes, token_B, cache)
 
 
 def _around_1(key, shape, dtype) -> jax.Array:
@@ -131,15 +134,18 @@ def seconds_per_step(
     length: int,
     steps: int,
     rounds: int,
-) -> list[float]:
-    """Returns `rounds` measurements of a step in seconds, from chains of `steps` and 3 x `steps`.
+) -> tuple[list[float], list[float]]:
+    """Returns `rounds` measurements of a step, and of the host's part of it, in seconds.
+
+    A step's time is the slope between chains of `steps` and of 3 x `steps`. The host's part is the
+    time after which it could start the next step: if it is as long, the host is the bound.
 
     Args:
       length: cached tokens before a chain; the cache has room for the chain's tokens.
     """
     batch = cache.lengths.shape[0]
 
-    def chain(count: int) -> float:
+    def chain(count: int) -> tuple[float, float]:
         nonlocal cache
         cache = dataclasses.replace(cache, lengths=jnp.full((batch,), length, jnp.int32))
         token_B = jnp.zeros((batch,), jnp.int32)
@@ -147,12 +153,14 @@ def seconds_per_step(
         start = time.perf_counter()
         for _ in range(count):
             token_B, cache = program(weights, token_B, cache)
+        started = time.perf_counter() - start
         jax.block_until_ready(token_B)
-        return time.perf_counter() - start
+        return time.perf_counter() - start, started
 
     chain(2)
     pairs = [(chain(steps), chain(3 * steps)) for _ in range(rounds)]
-    return [(long - short) / (2 * steps) for short, long in pairs]
+    whole, host = ([(long[i] - short[i]) / (2 * steps) for short, long in pairs] for i in range(2))
+    return whole, host
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,7 +193,7 @@ class Point:
     def measure(self, program: Callable[[], jax.stages.Compiled], rounds: int) -> dict:
         """Measures seconds per step and rates; returns the reason if that fails."""
         try:
-            seconds = seconds_per_step(
+            seconds, host_seconds = seconds_per_step(
                 program(),
                 self.stepper.weights(),
                 self.stepper.cache(self.batch, self.capacity),
@@ -198,6 +206,7 @@ class Point:
         median = statistics.median(seconds)
         return dict(
             seconds=dataclasses.asdict(timing.spread(seconds)),
+            host_seconds=statistics.median(host_seconds),
             tokens_per_second=self.batch / median,
             gbps=sum(self.read.values()) / median / 1e9,
         )
@@ -212,7 +221,7 @@ def measured(
       available: the device's bytes.
     """
     lower = {
-        i: functools.partial(point.stepper.lower, point.batch, point.capacity)
+        i: functools.partial(point.stepper.program, point.batch, point.capacity)
         for i, point in enumerate(points)
         if point.fits(available)
     }
@@ -273,13 +282,14 @@ def _ms(key: str) -> Callable[[Mapping], str]:
     return lambda row: f"{1e3 * row['seconds'][key]:,.2f}" if "seconds" in row else "-"
 
 
-_COLUMNS = {
+COLUMNS = {
     "mechanism": "{mechanism}",
     "sequences": "{batch}",
     "tokens of each": "{length:,}",
     "ms a step": _ms("median"),
     "from": _ms("low"),
     "to": _ms("high"),
+    "ms of the host": _cell("{:.2f}", "host_seconds", 1e3),
     "tokens/s": _cell("{:,.0f}", "tokens_per_second"),
     "GB of cache": _cell("{:,.1f}", "cache_bytes", 1e-9),
     "GB/s": _cell("{:,.0f}", "gbps"),
@@ -291,7 +301,7 @@ _COLUMNS = {
 def _show(result: dict, out: Output) -> None:
     kind, layers, copied = (result[key] for key in ("device", "layers", "copy_gbps"))
     out.say(f"{layers} layers of d36 on {kind}, bfloat16; a copy: {copied:,.0f} GB/s")
-    out.table(*runner.table(_COLUMNS, result["rows"]))
+    out.table(*runner.table(COLUMNS, result["rows"]))
     for r in result["rows"]:
         if "why" in r:
             out.say(f"- {r['mechanism']}, {r['batch']} x {r['length']:,}: {r['why']}")

@@ -29,7 +29,7 @@ ROOMS |= dict.fromkeys(("agreement", "at_hand", "ruler", "scores", "token_evicti
 _TABLES = ("figures", "paper_tables", "parameter_table", "scaling_table", "decode_roofline")
 ROOMS |= dict.fromkeys((*_TABLES, "provenance_table"), "tables")
 ROOMS |= dict(methods_by_size="conversion")
-ROOMS |= dict(claims="")  # the ledger is at the root
+ROOMS |= dict(claims="", device_run="")  # at the root
 ROOMS = dict(sorted(ROOMS.items()))  # of each command
 _OTHERS = (
     "at_hand",
@@ -42,7 +42,7 @@ _OTHERS = (
     "token_eviction",
     "depth_8",
 )
-_OTHERS += ("provenance_table", *_STUDIES[1:17])
+_OTHERS += ("device_run", "provenance_table", *_STUDIES[1:17])
 
 
 def module(name: str) -> str:

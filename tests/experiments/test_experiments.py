@@ -235,7 +235,7 @@ def printed(run, monkeypatch, tmp_path):
             Stepper=lambda *_: types.SimpleNamespace(
                 **dict.fromkeys(("weight_bytes", "all_weight_bytes"), 4_569_956_352),
                 cache_bytes=lambda b, n: b * n * 186_912,
-                **dict.fromkeys(("lower", "weights", "cache"), lambda *_: None),
+                **dict.fromkeys(("program", "weights", "cache"), lambda *_: None),
             ),
             side_by_side=types.SimpleNamespace(
                 compiled=lambda lower: dict.fromkeys(lower, lambda: None)
@@ -244,7 +244,7 @@ def printed(run, monkeypatch, tmp_path):
                 **dict(copy=lambda target: (lambda: 1e-3, 10**9), memory_bytes=lambda: 85e9),
                 spread=model_decode_benchmark.timing.spread,
             ),
-            seconds_per_step=lambda *_, **__: [0.0123, 0.0122, 0.0124],
+            seconds_per_step=lambda *_, **__: ([0.0123, 0.0122, 0.0124], [0.004] * 3),
         ),
         exactness: dict(
             held_out=lambda *_: types.SimpleNamespace(shape=(4, 512)),

@@ -36,27 +36,15 @@ def check(run: Run, on_row: OnRow = lambda row: None) -> list[dict]:
     entry), `same` (True if all calls gave equal bits) and `agrees`. If an implementation refuses or
     fails, the row has the reason instead, `why`, and after a failure `agrees` = False.
     """
-    rows, names = [], (_DEFINITION, *run.implementations)
+    rows = []
     for batch, length in run.points:
-        problems = {
-            mechanism: functools.partial(
-                problem, shapes.SHAPES[run.model][mechanism], batch, length, run.dtype
-            )
-            for mechanism in run.mechanisms
-        }
-        programs = side_by_side.compiled(
-            {
-                (m, name): functools.partial(_lower, make, name)
-                for m, make in problems.items()
-                for name in names
-            }
-        )
+        found = side_by_side.compiled(programs(run, batch, length), run.load)
         for mechanism in run.mechanisms:
-            arguments = problems[mechanism]()
-            exact = programs[mechanism, _DEFINITION]()(*_wide(arguments))
+            arguments = problem(shapes.SHAPES[run.model][mechanism], batch, length, run.dtype)
+            exact = found[mechanism, _DEFINITION, batch, length]()(*_wide(arguments))
             exact = np.asarray(exact, np.float64)
             for name in run.implementations:
-                program = programs[mechanism, name]
+                program = found[mechanism, name, batch, length]
                 compare = functools.partial(_compare, program, arguments, exact, run.dtype)
                 row = dict(mechanism=mechanism, implementation=name, batch=batch, length=length)
                 result = result_or_reason(compare)
@@ -67,6 +55,17 @@ def check(run: Run, on_row: OnRow = lambda row: None) -> list[dict]:
                 rows.append(row | result)
                 on_row(rows[-1])
     return rows
+
+
+def programs(run: Run, batch: int, length: int) -> dict[tuple, Callable[[], side_by_side.Program]]:
+    """Returns functions that make the programs of a point, by mechanism, implementation, point."""
+    return {
+        (mechanism, name, batch, length): functools.partial(
+            _program, run, mechanism, name, batch, length
+        )
+        for mechanism in run.mechanisms
+        for name in (_DEFINITION, *run.implementations)
+    }
 
 
 def problem(shape: Sizes, batch: int, length: int, dtype: jnp.dtype) -> tuple:
@@ -91,11 +90,12 @@ def _wide(arguments: tuple) -> tuple:
     return jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), arguments)
 
 
-def _lower(make: Callable[[], tuple], name: str) -> jax.stages.Lowered:
-    arguments = jax.eval_shape(make)
+def _program(run: Run, mechanism: str, name: str, batch: int, length: int) -> side_by_side.Program:
+    shape = shapes.SHAPES[run.model][mechanism]
+    arguments = jax.eval_shape(lambda: problem(shape, batch, length, run.dtype))
     if name == _DEFINITION:
         arguments = jax.eval_shape(_wide, arguments)
-    return jax.jit(IMPLEMENTATIONS[name or "reference"]).lower(*arguments)
+    return jax.jit(IMPLEMENTATIONS[name or "reference"]), arguments
 
 
 def _compare(

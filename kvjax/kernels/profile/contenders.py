@@ -22,6 +22,7 @@ from kvjax.kernels.decode_attention.cache_layouts import GroupedInputs
 from kvjax.kernels.decode_attention.cache_layouts.grouped import GroupedSizes
 from kvjax.kernels.decode_attention.cache_layouts.layout import Sizes
 from kvjax.kernels.profile import timing
+from kvjax.kernels.profile.side_by_side import Program
 from kvjax.kernels.profile.timing import Sample
 
 LIBRARIES = ("cudnn", "torch", "torch_flash")
@@ -79,8 +80,8 @@ def _repeated(cache: Mapping[str, jax.Array], times: int) -> Mapping[str, jax.Ar
     return jax.tree.map(lambda x: jnp.tile(x, times), cache)
 
 
-def lower(name: str, setup: Setup, **parameters: int) -> jax.stages.Lowered | None:
-    """Lowers a contender's chain of calls; None for PyTorch, which compiles nothing.
+def program(name: str, setup: Setup, **parameters: int) -> Program:
+    """Returns a contender's chain of calls; None for PyTorch, which compiles nothing.
 
     Args:
       name: one of `NAMES`.
@@ -103,7 +104,7 @@ def lower(name: str, setup: Setup, **parameters: int) -> jax.stages.Lowered | No
         call, cache = _cudnn, jax.eval_shape(_tokens_second, cache)
     chain = timing.chain(call, setup.passes)
     rounds = jax.ShapeDtypeStruct((), jnp.int32)
-    return chain.lower(rounds, inputs, [cache] * setup.copies, first_B)
+    return chain, (rounds, inputs, [cache] * setup.copies, first_B)
 
 
 def sample(name: str, problem: Problem, program: Callable | None, *, target: float) -> Sample:
@@ -111,7 +112,7 @@ def sample(name: str, problem: Problem, program: Callable | None, *, target: flo
 
     Args:
       name: one of `NAMES`.
-      program: result of `lower`, compiled.
+      program: result of the function `program`, compiled.
       target: seconds by which the longer chain of calls is longer, see `timing.slope`.
 
     Raises:

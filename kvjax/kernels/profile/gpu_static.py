@@ -41,7 +41,7 @@ def compiled(
     attend = jax.jit(lambda *arguments: gpu.decode_attention(*arguments))
     with tempfile.TemporaryDirectory() as directory:
         dump = {"MOSAIC_GPU_DUMP_TO": directory, "MOSAIC_GPU_DUMP_PTX": "1"}
-        with mock.patch.dict(os.environ, dump), _without_compilation_cache():
+        with mock.patch.dict(os.environ, dump), without_compilation_cache():
             program = topology.compile_for(topology.gpu_device(device), attend, *arguments)
         (ptxas,) = pathlib.Path(directory).glob("*.ptxas")
         (requested,) = pathlib.Path(directory).glob("*.resources.txt")
@@ -56,8 +56,11 @@ def compiled(
 
 
 @contextlib.contextmanager
-def _without_compilation_cache() -> Iterator[None]:
-    """Disables JAX's persistent compilation cache, because cached programs leave no report."""
+def without_compilation_cache() -> Iterator[None]:
+    """Disables JAX's persistent compilation cache.
+
+    Programs from it leave no compiler's report, and a CPU's cannot be serialised.
+    """
     enabled = jax.config.jax_enable_compilation_cache
 
     def enable(on: bool):

@@ -36,6 +36,8 @@ class Run:
     rounds: int
     target: float  # seconds, see `timing.slope`
     device: str | None  # a name in datasheets.DEVICES, or "cpu"; None: a device without datasheet
+    bandwidth: float | None = None  # bytes/s, for the length of rounds; None: a copy's
+    load: side_by_side.Load = side_by_side.not_stored
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -82,16 +84,10 @@ class _Point:
         self.copy, self.copy_bytes = copy, copy_bytes
         self.memory = _MEMORY * timing.memory_bytes()
         self.sizes = {name: _ring_bytes(run, name, batch, length) for name in run.mechanisms}
-        bandwidth = _bandwidth(copy, copy_bytes)
-        self.setups = {name: _setup(run, name, batch, length, bandwidth) for name in run.mechanisms}
-        self.programs = side_by_side.compiled(
-            {
-                (mechanism, name): functools.partial(contenders.lower, name, setup)
-                for mechanism, setup in self.setups.items()
-                for name in run.implementations
-                if self.sizes[mechanism] <= self.memory
-            }
-        )
+        bandwidth = run.bandwidth or _bandwidth(copy, copy_bytes)
+        self.setups = setups(run, batch, length, bandwidth)
+        fitting = {m: s for m, s in self.setups.items() if self.sizes[m] <= self.memory}
+        self.programs = side_by_side.compiled(programs(run, fitting), run.load)
         self.mha: _Baseline | None = None
         self.copies: list[float] = []  # seconds
 
@@ -151,7 +147,8 @@ class _Point:
         needed = self.sizes[mechanism] if contenders.copies_caches(name, shape) else 0
         if needed > free_bytes:
             return _too_large(needed, free_bytes, "its own layout's ")
-        return _sample(name, problem, self.programs[mechanism, name], self.run)
+        key = mechanism, name, self.batch, self.length
+        return _sample(name, problem, self.programs[key], self.run)
 
     def _names(self, mechanism: str, implementation: str) -> dict:
         return _names(mechanism, implementation, self.batch, self.length)
@@ -259,6 +256,24 @@ def _bandwidth(copy: timing.Sample, copy_bytes: int) -> float:
     return copy_bytes / max(timing.spread([copy() for _ in range(3)]).median, 1e-9)
 
 
+def setups(run: Run, batch: int, length: int, bandwidth: float) -> dict[str, contenders.Setup]:
+    """Returns each mechanism's setup; rounds are as long as `bandwidth` (bytes/s) says."""
+    return {m: _setup(run, m, batch, length, bandwidth) for m in run.mechanisms}
+
+
+def programs(
+    run: Run, by_mechanism: Mapping[str, contenders.Setup]
+) -> dict[tuple, Callable[[], side_by_side.Program]]:
+    """Returns a function that makes each contender's program, by mechanism, name and point."""
+    return {
+        (mechanism, name, setup.batch, setup.length): functools.partial(
+            contenders.program, name, setup
+        )
+        for mechanism, setup in by_mechanism.items()
+        for name in run.implementations
+    }
+
+
 def _setup(run: Run, mechanism: str, batch: int, length: int, bandwidth: float) -> contenders.Setup:
     need = _ring_bytes(run, mechanism, batch, length)
     shape = shapes.SHAPES[run.model][mechanism]
@@ -310,22 +325,24 @@ def tune(run: Run, on_row: OnRow = lambda row: None) -> list[dict]:
     copy, copy_bytes = timing.copy(target=run.target)
     for batch, length in run.points:
         bandwidth, memory = _bandwidth(copy, copy_bytes), _MEMORY * timing.memory_bytes()
-        setups = {m: _setup(run, m, batch, length, bandwidth) for m in run.mechanisms}
+        by_mechanism = setups(run, batch, length, bandwidth)
         needs = {m: _ring_bytes(run, m, batch, length) for m in run.mechanisms}
         tried = {
             (m, name): candidates(name, *setup.abstract[:2])
-            for m, setup in setups.items()
+            for m, setup in by_mechanism.items()
             if needs[m] <= memory
             for name in ours
         }
         programs = side_by_side.compiled(
             {
-                (m, name, i): functools.partial(contenders.lower, name, setups[m], **parameters)
+                (m, name, i): functools.partial(
+                    contenders.program, name, by_mechanism[m], **parameters
+                )
                 for (m, name), grid in tried.items()
                 for i, parameters in enumerate(grid)
             }
         )
-        for mechanism, setup in setups.items():
+        for mechanism, setup in by_mechanism.items():
             problem = _problem(setup, needs[mechanism], memory)
             if isinstance(problem, str):
                 rows.append(_names(mechanism, "", batch, length) | dict(why=problem))

@@ -336,7 +336,7 @@ def test_a_gpus_report_is_not_from_the_compilation_cache(tmp_path):
         fill(1.0)
         entries = len(list(tmp_path.iterdir()))
         assert entries
-        with gpu_static._without_compilation_cache():
+        with gpu_static.without_compilation_cache():
             fill(2.0)
         assert len(list(tmp_path.iterdir())) == entries
         fill(3.0)

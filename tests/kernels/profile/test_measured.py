@@ -106,13 +106,14 @@ def seconds(monkeypatch):
     class Problem(types.SimpleNamespace):
         __hash__ = object.__hash__
 
-    def lower(name, setup, **parameters):
+    def program(name, setup, **parameters):
         lrkv = isinstance(setup.shape, ResidualSizes)
         if name == "tpu" and not lrkv:
             raise NotImplementedError("no MHA here")
         if name == "cudnn" and lrkv:
             raise NotImplementedError("MHA and GQA only")
-        return types.SimpleNamespace(compile=lambda: parameters)
+        compiled = types.SimpleNamespace(compile=lambda: parameters)
+        return types.SimpleNamespace(lower=lambda: compiled), ()
 
     def sample(name, problem, program, *, target):
         del target
@@ -131,7 +132,7 @@ def seconds(monkeypatch):
         alive.add(new)
         return new
 
-    monkeypatch.setattr(contenders, "lower", lower)
+    monkeypatch.setattr(contenders, "program", program)
     monkeypatch.setattr(contenders, "sample", sample)
     monkeypatch.setattr(contenders, "Problem", problem)
     monkeypatch.setattr(timing, "copy", lambda *, target: (lambda: 2.0, 100))

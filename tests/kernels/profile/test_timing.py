@@ -187,7 +187,8 @@ def test_arguments_of_cudnn(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     sizes = dict(batch=2, length=64, dtype=jnp.dtype(jnp.float32), copies=3, passes=2)
     setup = contenders.Setup(shape=GroupedSizes(N=6, K=3, H=16, Hv=32), **sizes)
-    program = contenders.lower("cudnn", setup).compile()
+    chain, arguments = contenders.program("cudnn", setup)
+    program = chain.lower(*arguments).compile()
     assert calls == [((2, 1, 6, 16), (2, 64, 3, 16), (2, 64, 3, 32), 0.25, "cudnn")]
 
     def slope(make, calls, *, target):
@@ -260,7 +261,8 @@ def test_a_round_takes_milliseconds_however_small_the_caches():
 def test_a_contender_is_timed_by_the_program_that_was_compiled_before():
     sizes = dict(batch=2, length=64, dtype=jnp.dtype(jnp.float32))
     setup = contenders.Setup(shape=GroupedSizes(N=2, K=1), copies=3, passes=2, **sizes)
-    program = contenders.lower("xla", setup, tile_kv=64).compile()
+    chain, arguments = contenders.program("xla", setup, tile_kv=64)
+    program = chain.lower(*arguments).compile()
     problem, ran = contenders.Problem(setup), []
 
     def counted(rounds, *arguments):
@@ -272,10 +274,10 @@ def test_a_contender_is_timed_by_the_program_that_was_compiled_before():
     assert abs(sample()) < 1.0
     assert ran[1] == 1 < ran[0]
     with pytest.raises(NotImplementedError, match="torch reads MHA's and GQA's cache only"):
-        contenders.lower("torch", dataclasses.replace(setup, shape=shapes.SHAPES["d12"]["mla"]))
-    assert contenders.lower("torch", setup) is None
+        contenders.program("torch", dataclasses.replace(setup, shape=shapes.SHAPES["d12"]["mla"]))
+    assert contenders.program("torch", setup) is None
     with pytest.raises(ImportError, match="there is no GPU"):
-        contenders.lower("cudnn", setup)
+        contenders.program("cudnn", setup)
 
 
 def test_programs_compile_side_by_side_and_failures_wait_until_asked():
@@ -283,9 +285,12 @@ def test_programs_compile_side_by_side_and_failures_wait_until_asked():
         raise NotImplementedError("not this")
 
     def add():
-        return jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((), jnp.int32))
+        return jax.jit(lambda x: x + 1), (jax.ShapeDtypeStruct((), jnp.int32),)
 
-    programs = side_by_side.compiled(dict(add=add, none=lambda: None, fails=fails))
+    stored = dict(kept=lambda x: x + 2)
+    makers = dict(add=add, none=lambda: None, fails=fails, kept=fails)
+    programs = side_by_side.compiled(makers, stored.get)
+    assert programs["kept"]()(1) == 3
     assert programs["add"]()(1) == 2 and programs["none"]() is None
     with pytest.raises(NotImplementedError, match="not this"):
         programs["fails"]()

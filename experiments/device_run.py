@@ -1,0 +1,382 @@
+"""All figures that a card can give in ten minutes, from programs compiled before, elsewhere.
+
+    python -m experiments.device_run --make --device=h200        # on a machine without the card
+    python -m experiments.device_run --run --deadline=570        # on the card
+    python -m experiments.device_run --table                     # again, from the rows
+
+--make compiles every program of every stage for the device and writes build/device/DEVICE; a
+program that is there already, from the same sources, is not compiled again. --run measures in
+stages: memory, whether kernels agree with the definition, XLA's options for a whole decode step,
+kernels, decode steps, training. Each stage is a process of its own with a share of the deadline;
+its rows are appended to --rows as they come, and a stage without time is skipped. A program that
+cannot be loaded is compiled on the card, and a note says why. The table comes last.
+"""
+
+import argparse
+from collections.abc import Callable, Iterator, Mapping, Sequence
+import dataclasses
+import functools
+import itertools
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+
+from experiments import d36, prepared
+from experiments.benchmarks import model_decode_benchmark as steps_lib, runner
+from experiments.benchmarks.model_decode_benchmark import Point, Stepper
+from kvjax.foundation import command_line, provenance, runtime
+from kvjax.foundation.checkout import ROOT
+from kvjax.foundation.configuration import at_least
+from kvjax.foundation.errors import UserError
+from kvjax.foundation.output import Output
+from kvjax.hardware import topology
+from kvjax.kernels.profile import agreement, measured, side_by_side, timing
+from kvjax.kernels.profile.measured import Run
+
+_ROUND_BANDWIDTH = 4e12  # bytes/s; only the length of rounds depends on it
+_GRACE = 5.0  # seconds before the deadline in which the table is printed
+
+# XLA's options for a whole step, to learn whether the host or the device is the bound.
+FLAGS: dict[str, dict[str, object]] = {
+    "default": {},
+    "no_command_buffers": {"xla_gpu_enable_command_buffer": ""},
+    "small_command_buffers": {"xla_gpu_graph_min_graph_size": 1},
+    "pdl": {"xla_gpu_experimental_enable_pdl": True},
+    "no_merged_products": {"xla_gpu_dot_merger_threshold_mb": 0},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The shapes that are measured on a device.
+
+    Attributes:
+      device: a name of `topology.GPUS`, or "cpu" for a rehearsal.
+      points: (batch, length) of kernels, the most wanted first.
+      steps: (mechanism, batch, length) of decode steps, likewise.
+      flagged: the decode step that every set of XLA's options is tried on.
+    """
+
+    device: str
+    model: str
+    implementation: str
+    libraries: tuple[str, ...]
+    mechanisms: tuple[str, ...]
+    points: tuple[tuple[int, int], ...]
+    checked: tuple[tuple[int, int], ...]
+    steps: tuple[tuple[str, int, int], ...]
+    flagged: tuple[str, int, int]
+    flags: tuple[str, ...]
+    layers: int
+    rounds: int
+    train: tuple[str, ...]  # options of train_benchmark
+
+    def run(self, load: side_by_side.Load = side_by_side.not_stored, **changes) -> Run:
+        """Returns the options of a kernel measurement."""
+        options = dict(
+            model=self.model,
+            mechanisms=self.mechanisms,
+            points=self.points,
+            implementations=(self.implementation, *self.libraries),
+            rounds=self.rounds,
+            target=0.02,
+            device=self.device,
+            bandwidth=_ROUND_BANDWIDTH,
+            load=load,
+        )
+        return Run(**options | changes)
+
+    def point(self, name: str, batch: int, length: int) -> Point:
+        stepper = Stepper(d36.model(name, self.layers), self.implementation)
+        return Point(stepper, batch, length, steps=16 if self.device != "cpu" else 2)
+
+
+def _gpu(device: str) -> Plan:
+    steps = itertools.product(((4, 32_768), (1, 32_768)), ("LRKV", "MHA", "GQA-6", "MLA"))
+    train = "--config=configs/lrkv_128m.py --config=configs/mha_128m.py --rows=32"
+    return Plan(
+        device=device,
+        model="d36",
+        implementation="gpu",
+        libraries=("cudnn",),
+        mechanisms=("mha", "gqa", "lrkv", "lrkv_no_rope", "mla", "lrkv_gqa"),
+        points=((8, 32_768), (1, 32_768), (1, 4096), (1, 131_072), (32, 32_768)),
+        checked=((8, 4096), (1, 32_768)),
+        steps=tuple((name, *point) for point, name in steps),
+        flagged=("LRKV", 4, 32_768),
+        flags=tuple(FLAGS),
+        layers=36,
+        rounds=7,
+        train=(*train.split(), "--set=compute.remat=none compute.attention=cudnn"),
+    )
+
+
+PLANS = {device: _gpu(device) for device in topology.GPUS} | {
+    "cpu": Plan(
+        device="cpu",
+        model="d12",
+        implementation="xla",
+        libraries=(),
+        mechanisms=("mha", "lrkv"),
+        points=((1, 256),),
+        checked=((2, 128),),
+        steps=(("LRKV", 1, 128),),
+        flagged=("MHA", 1, 128),
+        flags=("default",),
+        layers=1,
+        rounds=2,
+        train=("--config=configs/lrkv_tiny.py", "--steps=1", "--rows=1"),
+    )
+}
+
+# -- programs --------------------------------------------------------------------------------------
+
+
+def programs(plan: Plan) -> Iterator[tuple[tuple, Callable[[], side_by_side.Program], dict]]:
+    """Yields key, maker and XLA's options of each program, the most wanted first."""
+    run = plan.run(implementations=(plan.implementation,))
+    for key in plan.flags:
+        point = plan.point(*plan.flagged)
+        make = functools.partial(point.stepper.program, point.batch, point.capacity)
+        yield ("flags", key, *plan.flagged), make, FLAGS[key]
+    for point in plan.checked:
+        for key, make in agreement.programs(run, *point).items():
+            yield ("check", *key), make, {}
+    for batch, length in plan.points:
+        setups = measured.setups(run, batch, length, _ROUND_BANDWIDTH)
+        for key, make in measured.programs(run, setups).items():
+            yield ("kernels", *key), make, {}
+    for name, batch, length in plan.steps:
+        point = plan.point(name, batch, length)
+        make = functools.partial(point.stepper.program, point.batch, point.capacity)
+        yield ("steps", name, batch, length), make, {}
+
+
+def _make(plan: Plan, folder: prepared.Folder, out: Output) -> int:
+    device = None if plan.device == "cpu" else topology.gpu_device(plan.device)
+    size = failures = 0
+    for key, make, options in programs(plan):
+        entry = folder.add(key, make(), device, **options)
+        size += entry.get("bytes", 0)
+        failures += "why" in entry
+        figures = entry.get("why") or f"{entry['bytes'] / 1e6:.2f} MB, {entry['seconds']:.0f} s"
+        out.say(f"{prepared.name_of(key)}: {figures}")
+    out.say(f"{folder.path}: {size / 1e6:.1f} MB")
+    return 1 if failures else 0
+
+
+# -- stages ----------------------------------------------------------------------------------------
+
+Rows = Callable[[dict], None]  # keeps a row; a stage's last argument is the folder of the rows
+
+
+def _with(stage: str, load: side_by_side.Load) -> side_by_side.Load:
+    return lambda key: load((stage, *key))
+
+
+def _memory(plan: Plan, load: side_by_side.Load, keep: Rows, out: pathlib.Path) -> None:
+    """Measures the rates of a copy and of a sum, which only reads."""
+    copy, num_bytes = timing.copy(target=0.05)
+    array = jnp.zeros(num_bytes // 8, jnp.int32)
+    total = jax.jit(lambda x, i: jnp.sum(x + i, dtype=jnp.int32))
+    reads = [timing.seconds(lambda i=i: total(array, i)) for i in range(9)]
+    copies = [copy() for _ in range(5)]
+    device = jax.devices()[0].device_kind
+    rates = dict(copy_gbps=num_bytes / min(copies) / 1e9, read_gbps=array.nbytes / min(reads) / 1e9)
+    keep(dict(device=device) | rates)
+
+
+def _check(plan: Plan, load: side_by_side.Load, keep: Rows, out: pathlib.Path) -> None:
+    for point in plan.checked:
+        names = dict(points=(point,), implementations=(plan.implementation,))
+        agreement.check(plan.run(_with("check", load), **names), keep)
+
+
+def _kernels(plan: Plan, load: side_by_side.Load, keep: Rows, out: pathlib.Path) -> None:
+    for point in plan.points:
+        measured.measure(plan.run(_with("kernels", load), points=(point,)), keep)
+
+
+def _step(plan: Plan, key: tuple, options: dict, load: side_by_side.Load) -> dict:
+    """Measures a decode step; `key` ends with mechanism, batch and length."""
+    point = plan.point(*key[-3:])
+    if not point.fits(timing.memory_bytes()):
+        return dict(why="it does not fit")
+
+    def program() -> jax.stages.Compiled:
+        stored = load(key)
+        if stored is not None:
+            return stored
+        step, arguments = point.stepper.program(point.batch, point.capacity)
+        return step.lower(*arguments).compile(compiler_options=options or None)
+
+    return point.read | point.measure(program, plan.rounds)
+
+
+def _flags(plan: Plan, load: side_by_side.Load, keep: Rows, out: pathlib.Path) -> None:
+    for name in plan.flags:
+        figures = _step(plan, ("flags", name, *plan.flagged), FLAGS[name], load)
+        keep(_named(plan.flagged) | dict(options=name) | figures)
+
+
+def _steps(plan: Plan, load: side_by_side.Load, keep: Rows, out: pathlib.Path) -> None:
+    for point in plan.steps:
+        keep(_named(point) | _step(plan, ("steps", *point), {}, load))
+
+
+def _named(point: tuple[str, int, int]) -> dict:
+    return dict(zip(("mechanism", "batch", "length"), point, strict=True))
+
+
+def _training(plan: Plan, load: side_by_side.Load, keep: Rows, out: pathlib.Path) -> None:
+    """Times training with what XLA's autotuner found, which is kept for the next run."""
+    tuned = out / "autotune"
+    flags = f"--xla_gpu_per_fusion_autotune_cache_dir={tuned}" if plan.device != "cpu" else ""
+    environment = os.environ | dict(XLA_FLAGS=f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip())
+    tuned.mkdir(exist_ok=True)
+    command = [sys.executable, "-m", "experiments.benchmarks.train_benchmark", "--json"]
+    done = subprocess.run(
+        [*command, *plan.train], env=environment, stdout=subprocess.PIPE, text=True, check=False
+    )
+    keep(json.loads(done.stdout) if done.stdout else dict(why=f"status {done.returncode}"))
+
+
+STAGES: dict[str, tuple[float, Callable]] = {  # share of the deadline, and function
+    "memory": (0.04, _memory),
+    "check": (0.1, _check),
+    "flags": (0.16, _flags),
+    "kernels": (0.28, _kernels),
+    "steps": (0.2, _steps),
+    "training": (0.22, _training),
+}
+
+
+def _stage(name: str, plan: Plan, folder: prepared.Folder, rows: pathlib.Path) -> None:
+    """Measures one stage in this process; appends its rows."""
+    runtime.start()
+
+    def keep(row: Mapping) -> None:
+        _append(rows, dict(stage=name, **row))
+
+    try:
+        STAGES[name][1](plan, folder.load, keep, rows.parent)
+    finally:
+        for program, why in folder.reasons.items():
+            _append(rows, dict(stage=name, program=program, compiled_here=why))
+
+
+def _append(rows: pathlib.Path, row: dict) -> None:
+    with rows.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def _run(options: argparse.Namespace, rows: pathlib.Path) -> None:
+    """Runs the stages, each as a process with what is left of its share and of earlier ones'."""
+    start, planned = time.monotonic(), 0.0
+    made_by = provenance.software("jax-cuda13-plugin")
+    _append(rows, dict(stage="run", device=options.device, made_by=made_by))
+    for name, (share, _) in STAGES.items():
+        planned += share
+        seconds = planned * (options.deadline - _GRACE) - (time.monotonic() - start)
+        if seconds < share * options.deadline / 4:
+            _append(rows, dict(stage=name, skipped=f"{seconds:.0f} s were left"))
+            continue
+        command = [sys.executable, "-m", "experiments.device_run", f"--stage={name}"]
+        command += [f"--device={options.device}", f"--folder={options.folder}", f"--rows={rows}"]
+        try:
+            status = subprocess.run(
+                command, timeout=seconds, stdout=sys.stderr, check=False
+            ).returncode
+        except subprocess.TimeoutExpired:
+            _append(rows, dict(stage=name, stopped=f"after {seconds:.0f} s"))
+            continue
+        if status:
+            _append(rows, dict(stage=name, stopped=f"status {status}"))
+
+
+# -- tables ----------------------------------------------------------------------------------------
+
+
+def _show(plan: Plan, rows: Sequence[dict], out: Output) -> None:
+    """Prints the rows of all stages; what was stopped or compiled anew last."""
+    by_stage: dict[str, list[dict]] = {name: [] for name in ("run", *STAGES)}
+    notes = []
+    for row in rows:
+        if note := row.get("skipped") or row.get("stopped") or row.get("compiled_here"):
+            notes.append(f"{row['stage']} {row.get('program', '')}: {note}".replace(" :", ":"))
+        else:
+            by_stage[row["stage"]].append(row)
+    for row in by_stage["memory"]:
+        rates = f"copy {row['copy_gbps']:,.0f} GB/s, read {row['read_gbps']:,.0f} GB/s"
+        out.say(f"{row['device']}: {rates}")
+        for step in by_stage["flags"] + by_stage["steps"]:
+            if "gbps" in step:
+                step["of_copy"] = step["gbps"] / row["copy_gbps"]
+    if by_stage["check"]:
+        out.show(agreement.table(by_stage["check"], plan.run()))
+    if by_stage["kernels"]:
+        out.show(measured.table(by_stage["kernels"], f"kernels on {plan.device}"))
+    for stage in ("flags", "steps"):
+        if by_stage[stage]:
+            options = {"XLA's options": "{options}"} if stage == "flags" else {}
+            out.table(*runner.table(options | steps_lib.COLUMNS, by_stage[stage]))
+    for result in by_stage["training"]:
+        for row in result.get("rows", [result]):
+            speed = row.get("why") or f"{row['tokens_per_second']:,.0f} tokens/s"
+            mfu = f", MFU {row['mfu']:.1%}" if row.get("mfu") else ""
+            out.say(f"training {row.get('config', '')}: {speed}{mfu}")
+    for note in notes:
+        out.say(f"- {note}")
+    out.result(dict(name="device_run", device=plan.device, rows=rows))
+
+
+def _read(rows: pathlib.Path) -> list[dict]:
+    if not rows.exists():
+        raise UserError(f"--rows={rows}: no such file")
+    return [json.loads(line) for line in rows.read_text().splitlines()]
+
+
+def main(arguments: list[str]) -> int:
+    parser = command_line.Parser(__doc__)
+    parser.add_output()
+    add = parser.add_argument
+    add("--make", action="store_true", help="compile for --device, here")
+    add("--run", action="store_true", help="measure, on the device")
+    add("--table", action="store_true", help="print the rows' table")
+    add("--stage", default="", help=f"measure one of {', '.join(STAGES)} alone")
+    add("--device", default="h200", help=f"{', '.join(PLANS)}; cpu is a rehearsal (h200)")
+    add("--folder", default=str(ROOT / "build/device"), help="of the programs (build/device)")
+    add("--rows", default=str(ROOT / "build/device/rows.jsonl"), help="file that rows go to")
+    add("--deadline", type=float, default=570.0, help="seconds of --run (570)")
+    options = parser.parse(arguments)
+    if sum((options.make, options.run, options.table, bool(options.stage))) != 1:
+        raise UserError("give one of --make, --run, --table and --stage")
+    if options.device not in PLANS:
+        raise UserError(f"--device={options.device}: must be one of {', '.join(PLANS)}")
+    if options.stage and options.stage not in STAGES:
+        raise UserError(f"--stage={options.stage}: must be one of {', '.join(STAGES)}")
+    at_least("--deadline", options.deadline, 1.0)
+    plan, rows = PLANS[options.device], pathlib.Path(options.rows)
+    folder = pathlib.Path(options.folder) / options.device
+    out = Output(options)
+    if options.make:
+        return _make(plan, prepared.Folder(folder, prepared.source_digest(ROOT)), out)
+    if options.stage:
+        _stage(options.stage, plan, prepared.Folder(folder, prepared.source_digest(ROOT)), rows)
+        return 0
+    if options.run:
+        rows.parent.mkdir(parents=True, exist_ok=True)
+        rows.unlink(missing_ok=True)
+        _run(options, rows)
+    _show(plan, _read(rows), out)
+    return 0
+
+
+if __name__ == "__main__":
+    command_line.run(main)
