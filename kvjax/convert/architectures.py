@@ -61,6 +61,7 @@ FAMILIES: dict[str, Family] = dict(
         epsilon=1e-5,
         rules=rules_lib.phi3_rules(),
         window=windows.PHI,
+        rope=rope_keys.PHI3,
         ignored=frozenset({"original_max_position_embeddings"}),  # of longrope, which is refused
     ),
     gemma2=GemmaFamily(
@@ -91,11 +92,19 @@ FAMILIES: dict[str, Family] = dict(
 )
 
 
+# Families of which every published model has experts.
+_EXPERTS = frozenset(
+    "gpt_oss granitemoe llama4 llama4_text mixtral olmoe phimoe qwen2_moe qwen3_moe".split()
+)
+
+
 def family_of(c: PublishedConfig) -> Family:
     """Returns the family of a config; raises a UserError for unknown families and unsupported
     options.
     """
     kind = c.values.get("model_type")
+    if isinstance(kind, str) and kind in _EXPERTS:
+        raise c.error("model_type", "its layers are mixtures of experts (MoE), which kvjax has not")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise c.error("model_type", f"must be one of {', '.join(FAMILIES)}")
     quantised = "weights are quantised: load the model with transformers, dequantise it and save it"

@@ -12,6 +12,7 @@ from kvjax.published.config import PublishedConfig
 
 SECTIONS = ("rope_scaling", "rope_parameters")  # transformers 4 and 5
 _TYPE = ("rope_type", "type")  # the key's current and former name
+_LONG = ("longrope", "su")  # LongRoPE's current and former name
 _MSCALES = ("mscale", "mscale_all_dim")  # of YaRN in DeepSeek
 _KEYS = frozenset(
     "rope_theta partial_rotary_factor factor low_freq_factor high_freq_factor "
@@ -57,6 +58,12 @@ def read(c: PublishedConfig, *, base: float = 10_000.0, yarn: bool = True) -> di
     scaling = PublishedConfig(
         {name: value for name, (_, value) in keys_by_name.items()}, c.source, names
     )
+    if scaling.values.get("rope_type") in _LONG:
+        raise scaling.error(
+            "rope_type",
+            "is not supported: past original_max_position_embeddings tokens, all keys of a text "
+            "have other frequencies, those already cached too",
+        )
     kinds = ("default", "llama3", "linear", *(("yarn",) if yarn else ()))
     kind = scaling.one_of("rope_type", {name: name for name in kinds}, "default")
     if scaling.number("partial_rotary_factor", 1.0) != 1:
@@ -150,6 +157,11 @@ def _read_flat(c: PublishedConfig, has_window: bool) -> dict:
     return read(c)
 
 
+def _read_phi3(c: PublishedConfig, has_window: bool) -> dict:
+    del has_window
+    return read(c, yarn=False)  # transformers reads Phi-3's "yarn" as LongRoPE
+
+
 def _read_smollm3(c: PublishedConfig, has_window: bool) -> dict:
     del has_window
     keys, rotated = read(c, base=2_000_000.0), tuple(windows.no_rope_layers(c))
@@ -217,6 +229,7 @@ def _write_by_type(block: BlockConfig, *, local_key: str = "") -> dict:
 
 
 FLAT = RopeKeys(_read_flat, write)
+PHI3 = RopeKeys(_read_phi3, write)
 SMOLLM3 = RopeKeys(
     _read_smollm3, _write_smollm3, frozenset({"no_rope_layers", "no_rope_layer_interval"})
 )

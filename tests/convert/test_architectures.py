@@ -368,9 +368,12 @@ REFUSED = [
     (
         PHI3,
         dict(rope_scaling=dict(type="longrope", short_factor=[1.0], long_factor=[1.0])),
-        "rope_scaling.type = 'longrope': must be one of 'default', 'llama3'",
+        "rope_scaling.type = 'longrope': is not supported: past original_max_position_embeddings",
     ),
-    (PHI3, dict(rope_scaling=dict(rope_type="su")), "rope_scaling.rope_type = 'su': must be one"),
+    (PHI3, dict(rope_scaling=dict(rope_type="su")), "rope_scaling.rope_type = 'su': is not supp"),
+    (PHI3, dict(rope_scaling=YARN), "rope_scaling.rope_type = 'yarn': must be one of 'default'"),
+    (LLAMA, dict(model_type="llama4_text"), "'llama4_text': its layers are mixtures of experts"),
+    (LLAMA, dict(model_type="gpt_oss"), "model_type = 'gpt_oss': its layers are mixtures of"),
     (PHI3, dict(partial_rotary_factor=0.75), "partial_rotary_factor = 0.75: changes the model"),
     (NANOCHAT, dict(hidden_act="silu"), "hidden_act = 'silu': must be one of 'relu2'"),
 ]
