@@ -39,7 +39,6 @@ from kvjax.foundation import (
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.files import in_bucket
 from kvjax.foundation.output import Output
-from kvjax.model.layer_kinds import LayerKind
 from kvjax.model.parameters import Path
 from kvjax.workdir import trained
 
@@ -196,28 +195,13 @@ def _open(option: str, source: str) -> LazyModel:
     """Opens an option's model; errors name the option."""
     try:
         if option == "--workdir":
-            model = model_lib.TrainedModel(runtime.workdir(source))
-        else:
-            model = model_lib.open(source)
-        _check_layers(model)
-        return model
+            return model_lib.TrainedModel(runtime.workdir(source))
+        return model_lib.open(source)
     except UserError as error:
         message = str(error).replace("--source", option)
         if option not in message:
             message = f"{option}={source}: {message}"
         raise UserError(message) from error
-
-
-def _check_layers(model: LazyModel) -> None:
-    """Raises a UserError unless all layers have the model's RoPE and window."""
-    block = model.transformer.block
-    alike = LayerKind(block.angles_base, block.window)
-    if any(kind != alike for kind in block.layer_kinds):
-        raise UserError(
-            "is not measured: its layers differ in RoPE or window, or YaRN or a soft cap changes "
-            "their logits (config.model.rope_layers, window_layers, window_rope_base, "
-            "rope_attention_factor, attention_softcap)"
-        )
 
 
 def _applicable_reports(

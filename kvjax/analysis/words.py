@@ -3,11 +3,22 @@
 from collections.abc import Sequence
 
 from kvjax.attention.mechanism import MechanismConfig
+from kvjax.model.config import TransformerConfig
 
 
 def mechanism_names(configs: Sequence[MechanismConfig]) -> str:
     """Returns the distinct mechanisms of a model's layers."""
     return "; ".join(dict.fromkeys(config.title for config in configs))
+
+
+def before_cap(config: TransformerConfig) -> str:
+    """Returns a sentence on logits that are measured before their soft cap; "" without one."""
+    cap = config.block.attention_softcap
+    return (
+        f" E has the logits before their soft cap of {cap:g}, which attention applies."
+        if cap
+        else ""
+    )
 
 
 def stages(num_layers: int) -> dict[str, int]:

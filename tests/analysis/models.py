@@ -10,6 +10,16 @@ from kvjax.analysis.page import document
 from kvjax.analysis.page.section import Section
 from tests.convert import workdirs
 
+SEVERAL_KINDS = dict(  # of the keys of `model`
+    num_layers=3,
+    window=4,
+    window_layers=(1, 0, 0),
+    window_rope_base=50.0,
+    rope_layers=(1, 1, 0),
+    rope_attention_factor=1.3,
+    attention_softcap=0.8,
+)
+
 
 def texts(length: int) -> dict[str, np.ndarray]:
     """Returns two texts of random tokens."""

@@ -39,8 +39,8 @@ class Mask(NamedTuple):
 
 
 # Replacement for softmax attention: queries [B, T, N, H], keys [B, T, K, H], values [B, T, K, Hv],
-# the logits' scale and the mask to head outputs [B, T, N, Hv].
-Attend = Callable[[jax.Array, jax.Array, jax.Array, float, Mask], jax.Array]
+# the logits' scale, the mask and the logits' soft cap (0: none) to head outputs [B, T, N, Hv].
+Attend = Callable[[jax.Array, jax.Array, jax.Array, float, Mask, float], jax.Array]
 
 
 class Layer(NamedTuple):
@@ -51,7 +51,8 @@ class Layer(NamedTuple):
       plain_query_BTNH, plain_key_BTKH: without RoPE.
       input_BTD: inputs of attention, after the norm.
       scale: factor of the logits.
-      mask: of the model.
+      mask: of the layer.
+      softcap: c in c·tanh(z/c) of the scaled logits z; 0: none.
     """
 
     query_BTNH: np.ndarray
@@ -62,6 +63,7 @@ class Layer(NamedTuple):
     input_BTD: np.ndarray
     scale: float
     mask: Mask
+    softcap: float = 0.0
 
 
 def layers(model: LazyModel, rows_BT: np.ndarray, attend: Attend | None = None) -> Iterator[Layer]:
@@ -75,16 +77,18 @@ def layers(model: LazyModel, rows_BT: np.ndarray, attend: Attend | None = None) 
     """
     c, length = model.transformer.block, rows_BT.shape[1]
     run = layerwise.LayerwisePass(model, rows_BT, attention=_attention(attend))
-    project = functools.cache(lambda mechanism: _projections(c, mechanism, length))
+    project = functools.cache(functools.partial(_projections, c.d_model, length))
     inputs = run.layers(lambda attention, h_BTD, positions, mask: h_BTD)
-    for i, (mechanism, h_batches) in enumerate(
-        zip(model.transformer.mechanisms, inputs, strict=True)
+    for i, ((mechanism, kind), h_batches) in enumerate(
+        zip(model.transformer.layers, inputs, strict=True)
     ):
         layer_weights = model_lib.read_layer(model, i, "attention")
         weights = jax.tree.map(lambda w: jnp.asarray(w, jnp.float32), layer_weights)
-        batches = [project(mechanism)(weights, h_BTD) for h_BTD in h_batches]
+        run_layer = project(mechanism, kind.rope_base)
+        batches = [run_layer(weights, h_BTD) for h_BTD in h_batches]
         arrays = map(np.concatenate, zip(*jax.tree.map(np.asarray, batches), strict=True))
-        layer = Layer(*arrays, mechanism.scale, Mask(c.causal, c.window))
+        scale = mechanism.scale * kind.logit_factor
+        layer = Layer(*arrays, scale, Mask(c.causal, kind.window), kind.softcap)
         _check_finite(layer, f"layer {i} of {model.name}")
         yield layer
 
@@ -101,8 +105,13 @@ def attention(layer: Layer, sequence: int) -> tuple[np.ndarray, np.ndarray]:
         np.repeat(by_head(x), N // K, axis=0) for x in (layer.key_BTKH, layer.value_BTKH)
     )
     visible_TT = layer.mask.visible(query_NTH.shape[1])
-    p_NTT = softmax(query_NTH @ key_NTH.swapaxes(1, 2), visible_TT)
+    p_NTT = softmax(capped(query_NTH @ key_NTH.swapaxes(1, 2), layer.softcap), visible_TT)
     return p_NTT, (p_NTT @ value_NTH).swapaxes(0, 1)
+
+
+def capped(z_TT: np.ndarray, softcap: float) -> np.ndarray:
+    """Returns softcap · tanh(z / softcap), or the logits themselves for 0."""
+    return softcap * np.tanh(z_TT / softcap) if softcap else z_TT
 
 
 def softmax(z_TT: np.ndarray, visible_TT: np.ndarray) -> np.ndarray:
@@ -138,11 +147,17 @@ def perplexity(model: LazyModel, rows_BT: np.ndarray, attend: Attend | None = No
 
 
 def plain(
-    q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, scale: float, mask: Mask
+    q_BTNH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+    scale: float,
+    mask: Mask,
+    softcap: float,
 ) -> jax.Array:
     """Applies softmax attention, as an `Attend`."""
-    options = dict(implementation="xla", query_chunk=_QUERY_CHUNK)
-    return softmax_attention(q_BTNH, k_BTKH, v_BTKH, scale=scale, **mask._asdict(), **options)
+    options = dict(scale=scale, softcap=softcap, **mask._asdict())
+    options |= dict(implementation="xla", query_chunk=_QUERY_CHUNK)
+    return softmax_attention(q_BTNH, k_BTKH, v_BTKH, **options)
 
 
 def _attention(attend: Attend | None) -> type[Attention]:
@@ -151,19 +166,23 @@ def _attention(attend: Attend | None) -> type[Attention]:
         return Attention
 
     class PatchedAttention(Attention):
-        def __call__(self, x_BTD, positions, *, causal, window=0, **_):
+        def __call__(
+            self, x_BTD, positions, *, causal, window=0, logit_factor=1.0, softcap=0.0, **_
+        ):
             q_BTNH, raw = self.mechanism.project(x_BTD, positions)
             k_BTKH, v_BTKH = self.mechanism.keys_values(raw, positions)
-            scale = self.mechanism.config.scale
-            o_BTNH = attend(q_BTNH, k_BTKH, v_BTKH, scale, Mask(causal, window))
+            scale = self.mechanism.config.scale * logit_factor
+            o_BTNH = attend(q_BTNH, k_BTKH, v_BTKH, scale, Mask(causal, window), softcap)
             return self.project_out(o_BTNH, x_BTD, positions)
 
     return PatchedAttention
 
 
-def _projections(c, mechanism: MechanismConfig, length: int):
+def _projections(
+    d_model: int, length: int, mechanism: MechanismConfig, rope_base: rope.Base | None
+):
     """Returns a compiled function from attention's weights and input to the arrays of a `Layer`."""
-    module = nnx.eval_shape(lambda: Attention(mechanism, c.d_model, rngs=nnx.Rngs(0)))
+    module = nnx.eval_shape(lambda: Attention(mechanism, d_model, rngs=nnx.Rngs(0)))
     graph, _ = nnx.split(module)
     index = np.arange(length, dtype=np.int32)[None]
 
@@ -171,7 +190,7 @@ def _projections(c, mechanism: MechanismConfig, length: int):
     def run(weights, h_BTD):
         merged = nnx.merge(graph, weights).mechanism
         positions, no_positions = (
-            rope.positions(index, mechanism.rope_dim, base) for base in (c.angles_base, None)
+            rope.positions(index, mechanism.rope_dim, base) for base in (rope_base, None)
         )
         q_BTNH, raw = merged.project(h_BTD, positions)
         k_BTKH, v_BTKH = merged.keys_values(raw, positions)

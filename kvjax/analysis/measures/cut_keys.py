@@ -21,6 +21,7 @@ from kvjax.convert import layerwise, model as model_lib
 from kvjax.convert.factors import few_threads
 from kvjax.convert.model import LazyModel
 from kvjax.layers import rope
+from kvjax.model.layer_kinds import LayerKind
 from kvjax.model.transformer import Compute
 
 _COMPUTE = Compute()
@@ -53,14 +54,14 @@ class Runs:
         Args:
           rotated: channels that RoPE rotates.
         """
-        mechanism = self._model.transformer.mechanisms[index]
+        mechanism, kind = self._model.transformer.layers[index]
         weights = jax.tree.map(
             lambda w: jnp.asarray(w, jnp.float32), model_lib.read_layer(self._model, index)
         )
         for name, batches in self._x.items():
             cut = cuts.get(name)
             program = self._program(
-                mechanism, (rotated.start, rotated.stop), cut is not None and cut.after_rope
+                mechanism, kind, (rotated.start, rotated.stop), cut is not None and cut.after_rope
             )
             arrays, start = cut and _arrays(cut), 0
             for i, x_BTD in enumerate(batches):
@@ -97,19 +98,24 @@ def _arrays(cut: Cut) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _program(
-    model: LazyModel, length: int, mechanism: MechanismConfig, rotated: tuple, after_rope: bool
+    model: LazyModel,
+    length: int,
+    mechanism: MechanismConfig,
+    kind: LayerKind,
+    rotated: tuple,
+    after_rope: bool,
 ):
     """Returns a block's compiled forward pass: (weights, x, cut) to the new x."""
     block = model.transformer.block
     index = np.arange(length, dtype=np.int32)[None]
     positions, no_positions = (
-        rope.positions(index, mechanism.rope_dim, base) for base in (block.angles_base, None)
+        rope.positions(index, mechanism.rope_dim, base) for base in (kind.rope_base, None)
     )
 
     @jax.jit
     def run(weights, x_BTD, cut):
         class Cutting(Attention):
-            def __call__(self, h_BTD, positions, *, causal, window=0, **_):
+            def __call__(self, h_BTD, positions, *, causal, **_):
                 q_BTNH, raw = self.mechanism.project(h_BTD, positions)
                 _, v_BTKH = self.mechanism.keys_values(raw, positions)
                 _, raw = self.mechanism.project(h_BTD, no_positions)
@@ -117,8 +123,8 @@ def _program(
                 k_BTKH = k_BTKH if cut is None or after_rope else _cut(k_BTKH, *cut)
                 k_BTKH = _rotate(k_BTKH, rotated, positions.rotary)
                 k_BTKH = _cut(k_BTKH, *cut) if cut is not None and after_rope else k_BTKH
-                scale, mask = mechanism.scale, Mask(causal, window)
-                o_BTNH = activations.plain(q_BTNH, k_BTKH, v_BTKH, scale, mask)
+                scale, mask = mechanism.scale * kind.logit_factor, Mask(causal, kind.window)
+                o_BTNH = activations.plain(q_BTNH, k_BTKH, v_BTKH, scale, mask, kind.softcap)
                 return self.project_out(o_BTNH, h_BTD, positions)
 
         def make_block():
@@ -127,8 +133,7 @@ def _program(
             return module
 
         graph, _ = nnx.split(nnx.eval_shape(make_block))
-        mask = dict(causal=block.causal, window=block.window)
-        return nnx.merge(graph, weights)(x_BTD, positions, **mask, compute=_COMPUTE)
+        return nnx.merge(graph, weights)(x_BTD, positions, causal=block.causal, compute=_COMPUTE)
 
     return run
 

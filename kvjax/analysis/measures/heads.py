@@ -38,7 +38,6 @@ class Heads:
       rotated: channels of queries and keys that RoPE rotates; the channels of a pair are half of
         them apart. An empty slice without RoPE.
       frequencies_F: radians per token of each pair.
-      scale: factor of the logits.
     """
 
     query_DNH: np.ndarray
@@ -47,7 +46,6 @@ class Heads:
     out_NHD: np.ndarray
     rotated: slice
     frequencies_F: np.ndarray
-    scale: float
 
     @property
     def num_heads(self) -> int:
@@ -66,10 +64,10 @@ def layers(model: LazyModel) -> Iterator[Heads]:
 
 def of_layer(model: LazyModel, index: int) -> Heads:
     """Returns the heads of one layer; see `layers`."""
-    config, block = model.transformer.mechanisms[index], model.transformer.block
+    config, kind = model.transformer.layers[index]
     weights = model_lib.read_layer(model, index, "attention")
     with _naming_layer(model, index):
-        return read(weights, config, block.d_model, block.angles_base)
+        return read(weights, config, model.transformer.block.d_model, kind.rope_base)
 
 
 def check(model: LazyModel, indices: Iterable[int] | None = None) -> None:
@@ -78,15 +76,15 @@ def check(model: LazyModel, indices: Iterable[int] | None = None) -> None:
     Args:
       indices: of layers; None: all.
     """
-    block, mechanisms = model.transformer.block, model.transformer.mechanisms
-    indices = range(len(mechanisms)) if indices is None else indices
-    first = {mechanisms[index]: index for index in reversed(list(indices))}
+    layers = [(mechanism, kind.rope_base) for mechanism, kind in model.transformer.layers]
+    indices = range(len(layers)) if indices is None else indices
+    first = {layers[index]: index for index in reversed(list(indices))}
     rng = np.random.default_rng(0)
-    for config, index in first.items():
+    for (config, rope_base), index in first.items():
         state = nnx.split(_shape(config, _FEW_CHANNELS))[1]
         weights = jax.tree.map(lambda w: rng.normal(size=w.shape), nnx.to_pure_dict(state))
         with _naming_layer(model, index):
-            read(weights, config, _FEW_CHANNELS, block.angles_base)
+            read(weights, config, _FEW_CHANNELS, rope_base)
 
 
 @contextlib.contextmanager
@@ -103,7 +101,7 @@ def read(
     """Returns the heads of an `Attention`'s weights, given as a pure dict of one layer.
 
     Args:
-      rope_base: of the model's rotary positions, or None.
+      rope_base: of the layer's rotary positions, or None.
     """
     with jax.enable_x64(True):
         mechanism = _without_norms(_merged(weights, config, d_model))
@@ -118,7 +116,7 @@ def read(
         rotated, frequencies_F = _rotation(project, x_TD, config, rope_base)
         out_NHD = _outputs(mechanism, np.asarray(weights["out"], np.float64))
     query_DNH, key_DKH, value_DKH = matrices
-    return Heads(query_DNH, key_DKH, value_DKH, out_NHD, rotated, frequencies_F, config.scale)
+    return Heads(query_DNH, key_DKH, value_DKH, out_NHD, rotated, frequencies_F)
 
 
 def _merged(weights: dict, config: MechanismConfig, d_model: int) -> nnx.Module:

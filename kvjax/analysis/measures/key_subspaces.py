@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvjax.analysis.measures import logits, rotary
-from kvjax.analysis.measures.activations import Layer, Mask, softmax
+from kvjax.analysis.measures.activations import Layer, Mask, capped, softmax
 from kvjax.analysis.measures.heads import Heads
 from kvjax.convert.layer import matrix_roots
 
@@ -173,7 +173,8 @@ class CutErrors(NamedTuple):
     """Relative errors per query head of cutting keys in A ways.
 
     Attributes:
-      logit_NA: |E - E_r| / |E|, Frobenius norms of logits centred over the visible keys.
+      logit_NA: |E - E_r| / |E|, Frobenius norms of logits, after a soft cap if the layer has one,
+        centred over the visible keys.
       output_NA: |o - o_r| / |o|; 0 without outputs.
     """
 
@@ -199,11 +200,16 @@ def errors(
 
     def head_errors(n):
         query_TH, k = query_TNH[:, n], n * K // N
-        z_TS, value_SH = centred(query_TH @ key_TKH[:, k].T, visible_TS), value_TKH[:, k]
+        value_SH, capped_TS = value_TKH[:, k], capped(query_TH @ key_TKH[:, k].T, layer.softcap)
+        z_TS = centred(capped_TS.copy(), visible_TS)
         o_TH = softmax(z_TS.copy(), visible_TS) @ value_SH
         logit_A, output_A = [], []
         for cut_SKH in cut_ATKH:
-            error_TS = centred(query_TH @ (cut_SKH[:, k] - key_TKH[:, k]).T, visible_TS)
+            if layer.softcap:
+                error_TS = capped(query_TH @ cut_SKH[:, k].T, layer.softcap) - capped_TS
+            else:  # small errors keep their digits
+                error_TS = query_TH @ (cut_SKH[:, k] - key_TKH[:, k]).T
+            error_TS = centred(error_TS, visible_TS)
             logit_A.append(relative_norm(error_TS, z_TS))
             error_TS += z_TS  # in place: now the logits of cut keys
             output_A.append(relative_norm(softmax(error_TS, visible_TS) @ value_SH - o_TH, o_TH))

@@ -1,9 +1,10 @@
 """Spectra of attention logits on a text and of the weights behind them, in float64.
 
 Logit spectra (arXiv 2604.04384) compares two matrices per head: E, the logits of L tokens minus
-each row's mean, which depends on text and weights, and M = W_Q W_K^T of the weights. Energies are
-squared singular values, descending. E is a product of thin factors, queries and keys [L, H]: their
-QR decompositions and an SVD of H x H give its SVD. M likewise. Causal E has no thin factors.
+each row's mean, which depends on text and weights, and M = W_Q W_K^T of the weights. A soft cap is
+not in E: it is applied afterwards. Energies are squared singular values, descending. E is a product
+of thin factors, queries and keys [L, H]: their QR decompositions and an SVD of H x H give its SVD.
+M likewise. Causal E has no thin factors.
 """
 
 from collections.abc import Callable, Iterable
@@ -26,11 +27,13 @@ class CentredLogits(NamedTuple):
     Attributes:
       left_NLR, right_NLR: singular vectors in columns, over queries and over keys.
       values_NR: singular values, descending.
+      mean_NL: each row's mean, which softmax ignores unless the logits have a soft cap.
     """
 
     left_NLR: np.ndarray
     values_NR: np.ndarray
     right_NLR: np.ndarray
+    mean_NL: np.ndarray
 
     @property
     def energies_NR(self) -> np.ndarray:
@@ -61,26 +64,30 @@ def centred_logits(query_LNH: np.ndarray, key_LKH: np.ndarray, scale: float) -> 
     """
     N, K = query_LNH.shape[1], key_LKH.shape[1]
     queries_NLP, left_NPH = np.linalg.qr(_by_head(query_LNH))
-    keys_KLP, right_KPH = np.linalg.qr(_centred(key_LKH))
+    centred_KLH, mean_K1H = _centred(key_LKH)
+    keys_KLP, right_KPH = np.linalg.qr(centred_KLH)
     keys_NLP, right_NPH = (np.repeat(x, N // K, axis=0) for x in (keys_KLP, right_KPH))
     core_NPP = scale * left_NPH @ right_NPH.swapaxes(1, 2)
     left_NPR, values_NR, right_NRP = np.linalg.svd(core_NPP)
-    return CentredLogits(queries_NLP @ left_NPR, values_NR, keys_NLP @ right_NRP.swapaxes(1, 2))
+    mean_NL = scale * (_by_head(query_LNH) @ np.repeat(mean_K1H, N // K, axis=0).swapaxes(1, 2))
+    right_NLR = keys_NLP @ right_NRP.swapaxes(1, 2)
+    return CentredLogits(queries_NLP @ left_NPR, values_NR, right_NLR, mean_NL[..., 0])
 
 
 def energies(query_LNH: np.ndarray, key_LKH: np.ndarray, scale: float) -> np.ndarray:
     """Returns [N, R] energies of `centred_logits` without vectors, in about half the time."""
     N, K = query_LNH.shape[1], key_LKH.shape[1]
     left_NPH = np.linalg.qr(_by_head(query_LNH), mode="r")
-    right_NPH = np.repeat(np.linalg.qr(_centred(key_LKH), mode="r"), N // K, axis=0)
+    right_NPH = np.repeat(np.linalg.qr(_centred(key_LKH)[0], mode="r"), N // K, axis=0)
     core_NPP = scale * left_NPH @ right_NPH.swapaxes(1, 2)
     return np.linalg.svd(core_NPP, compute_uv=False) ** 2
 
 
-def _centred(key_LKH: np.ndarray) -> np.ndarray:
-    """Returns [K, L, H] keys minus their mean over tokens."""
+def _centred(key_LKH: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns [K, L, H] keys minus their mean over tokens, and the [K, 1, H] mean."""
     key_KLH = _by_head(key_LKH)
-    return key_KLH - key_KLH.mean(axis=1, keepdims=True)
+    mean_K1H = key_KLH.mean(axis=1, keepdims=True)
+    return key_KLH - mean_K1H, mean_K1H
 
 
 def masked_centred_logits(

@@ -2,7 +2,7 @@
 
 Logits are truncated as in `logits.centred_logits`, per text: the subspace uses all L tokens, also
 later ones that a query does not see. Causal models, too, are truncated before the mask: the masked
-triangle has full rank, and a cache need not hold the mask.
+triangle has full rank, and a cache need not hold the mask. A soft cap follows the truncation.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,7 +32,11 @@ class TruncationErrors(NamedTuple):
 
 
 def errors(
-    svd: logits.CentredLogits, value_LKH: np.ndarray, ranks: Sequence[int], mask: Mask
+    svd: logits.CentredLogits,
+    value_LKH: np.ndarray,
+    ranks: Sequence[int],
+    mask: Mask,
+    softcap: float = 0.0,
 ) -> TruncationErrors:
     """Returns the errors of probabilities and outputs over the visible keys.
 
@@ -50,9 +54,10 @@ def errors(
             keys = slice(first + _BATCH_ROWS if mask.causal else length)
 
             def attend(rank, rows=rows, keys=keys):
-                return activations.softmax(
-                    svd.truncated(head, rank, rows, keys), visible_LL[rows, keys]
-                )
+                z_TS = svd.truncated(head, rank, rows, keys)
+                if softcap:
+                    z_TS = activations.capped(z_TS + svd.mean_NL[head, rows, None], softcap)
+                return activations.softmax(z_TS, visible_LL[rows, keys])
 
             batches.append(_row_errors(attend, value_LH[keys], ranks))
         change_RL, error_RL, size_L = (
@@ -87,11 +92,12 @@ def attention_of_rank(rank: int) -> Attend:
     small matrices: give BLAS one thread (`few_threads`).
     """
 
-    def attend(q_BTNH, k_BTKH, v_BTKH, scale: float, mask: Mask) -> jax.Array:
+    def attend(q_BTNH, k_BTKH, v_BTKH, scale: float, mask: Mask, softcap: float) -> jax.Array:
         N, K = q_BTNH.shape[2], k_BTKH.shape[2]
         left_BNPH = jnp.linalg.qr(q_BTNH.swapaxes(1, 2), mode="r")
         key_BKTH = k_BTKH.swapaxes(1, 2)
-        keys_BKTP, right_BKPH = jnp.linalg.qr(key_BKTH - key_BKTH.mean(axis=2, keepdims=True))
+        mean_BK1H = key_BKTH.mean(axis=2, keepdims=True)
+        keys_BKTP, right_BKPH = jnp.linalg.qr(key_BKTH - mean_BK1H)
 
         def per_query_head(x_BKTH):
             return jnp.repeat(x_BKTH, N // K, axis=1)
@@ -101,7 +107,11 @@ def attention_of_rank(rank: int) -> Attend:
         vectors_BNRP = vectors_BNRP[:, :, :rank]
         query_BTNR = jnp.einsum("BTNH,BNPH,BNRP->BTNR", q_BTNH, right_BNPH, vectors_BNRP)
         key_BTNR = jnp.einsum("BNTP,BNRP->BTNR", per_query_head(keys_BKTP), vectors_BNRP)
+        if softcap:  # rows' means change its result: one more channel holds them
+            mean_BTN1 = jnp.einsum("BTNH,BNSH->BTNS", q_BTNH, per_query_head(mean_BK1H))
+            query_BTNR = jnp.concatenate([query_BTNR, mean_BTN1], axis=-1)
+            key_BTNR = jnp.concatenate([key_BTNR, jnp.ones_like(mean_BTN1)], axis=-1)
         value_BTNH = jnp.repeat(v_BTKH, N // K, axis=2)
-        return activations.plain(query_BTNR, key_BTNR, value_BTNH, scale, mask)
+        return activations.plain(query_BTNR, key_BTNR, value_BTNH, scale, mask, softcap)
 
     return attend

@@ -30,7 +30,8 @@ def heatmaps(
     sentences = []
     for name, matrix in matrices.items():
         x = matrix[np.isfinite(matrix)]
-        sentences.append(f"{name}: {x.mean():z.2f} on average, {x.min():z.2f} to {x.max():z.2f}")
+        spread = f"{x.mean():z.2f} on average, {x.min():z.2f} to {x.max():z.2f}" if x.size else ""
+        sentences.append(f"{name}: {spread or 'undefined everywhere'}")
     return Figure(
         title,
         draw.heatmaps(matrices, low=low, high=1, **options),

@@ -17,6 +17,7 @@ from kvjax.foundation.errors import UserError
 from kvjax.layers import rope
 from kvjax.model import decoder
 from tests import quick
+from tests.analysis import models
 from tests.compiled import compiled
 from tests.convert import workdirs
 from tests.mechanisms import MECHANISMS
@@ -50,9 +51,9 @@ def _inputs(model):
         x, found = whole.embed(rows_BT, index, workdirs.F32), []
         for layer, mechanism in zip(whole.layers, model.transformer.mechanisms, strict=True):
             found.append(layer.attention_norm(x))
-            positions = rope.positions(index, mechanism.rope_dim, c.angles_base)
-            mask = dict(causal=c.causal, window=c.window)
-            x = layer(x, positions, **mask, compute=workdirs.F32)
+            kind = c.layer_kinds[len(found) - 1]
+            positions = rope.positions(index, mechanism.rope_dim, kind.rope_base)
+            x = layer(x, positions, causal=c.causal, **kind.attend, compute=workdirs.F32)
         return found
 
     return list(map(np.asarray, compiled(inputs, ROWS_BT)))
@@ -68,8 +69,9 @@ def _check(model):
         module = nnx.eval_shape(lambda i=i: Attention(mechanisms[i], c.d_model, rngs=nnx.Rngs(0)))
         weights = model_lib.read_layer(model, i)["attention"]
         own = nnx.merge(nnx.split(module)[0], jax.tree.map(jnp.asarray, weights))
-        positions = rope.positions(np.arange(LENGTH)[None], mechanisms[i].rope_dim, c.angles_base)
-        y_BTD = own(layer.input_BTD, positions, causal=c.causal, window=c.window)
+        kind = c.layer_kinds[i]
+        positions = rope.positions(np.arange(LENGTH)[None], mechanisms[i].rope_dim, kind.rope_base)
+        y_BTD = own(layer.input_BTD, positions, causal=c.causal, **kind.attend)
         p_NTT, o_TNH = activations.attention(layer, 4)
         np.testing.assert_allclose(p_NTT.sum(axis=-1), 1, atol=1e-12)
         np.testing.assert_array_equal(
@@ -78,7 +80,7 @@ def _check(model):
         o_1TNH = jnp.asarray(o_TNH[None], jnp.float32)
         y_TD = own.project_out(o_1TNH, layer.input_BTD[4:5], positions)[0]
         np.testing.assert_allclose(y_TD, y_BTD[4], rtol=0, atol=1e-5 * np.abs(y_TD).max())
-        _check_plain(layer, rotates=c.positions == "rope")
+        _check_plain(layer, rotates=kind.rope_base is not None)
 
 
 def _check_plain(layer, *, rotates):
@@ -108,6 +110,11 @@ def test_layers_are_those_of_the_model(make_mechanism, mechanism_name):
 @pytest.mark.slow
 def test_layers_of_other_blocks(other):
     _check(other)
+
+
+def test_layers_of_several_kinds():
+    """With a window and a base of its own, with scaled logits, and without RoPE; all capped."""
+    _check(models.model(**models.SEVERAL_KINDS))
 
 
 def test_masks():
@@ -162,7 +169,7 @@ def test_attention_is_changed_in_all_layers():
     """Replaces attention by each token's own value."""
     model = _made(workdirs.grouped(4, 4))
 
-    def alone(q, k, v, scale, mask):
+    def alone(q, k, v, scale, mask, softcap):
         return v
 
     plain, changed = (list(activations.layers(model, ROWS_BT, a)) for a in (None, alone))

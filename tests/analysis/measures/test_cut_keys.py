@@ -15,6 +15,7 @@ from kvjax.analysis.measures import (
 from kvjax.analysis.measures.cut_keys import Cut
 from kvjax.analysis.measures.subspace_methods import AFTER, BEFORE
 from kvjax.layers import rope as rope_lib
+from tests import quick
 from tests.analysis import models
 from tests.convert import workdirs
 
@@ -23,14 +24,15 @@ MECHANISMS = {
     "mla": ("nanochat", workdirs.mla()),
     "biases": ("llama", workdirs.grouped(2, 2, qk_norm="none", bias=True)),
     "by layer": ("nanochat", [workdirs.grouped(4, 2, 3), workdirs.factored(2, 1, 5, 4)]),
+    "several kinds": ("llama", workdirs.grouped(2, 2, qk_norm="none")),
 }
+KEYS = {"by layer": dict(num_layers=2), "several kinds": models.SEVERAL_KINDS}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MECHANISMS)
+@pytest.mark.parametrize("name", quick.only(["several kinds"], MECHANISMS))
 def test_runs_with_all_channels_are_the_model(name):
     """Keeps all channels, with any mechanism; fewer channels give other losses."""
-    model = models.model(*MECHANISMS[name], num_layers=2 if name == "by layer" else 1)
+    model = models.model(*MECHANISMS[name], **KEYS.get(name, dict(num_layers=1)))
     count = 5 if name == "biases" else 2  # rows of two batches
     rows_BT = np.random.default_rng(3).integers(0, 256, (count, 13)).astype(np.int32)
     runs = cut_keys.Runs(model, rows_BT[:, :-1], [None, "before", "after", "fewer"])

@@ -19,7 +19,7 @@ def _heads(K=N, rotated=slice(0, 0), D=D, seed=0):
         return rng.normal(size=shape)
 
     weights = draw(D, N, H), draw(D, K, H), draw(D, K, H), draw(N, H, D)
-    return Heads(*weights, rotated, frequencies, H**-0.5)
+    return Heads(*weights, rotated, frequencies)
 
 
 def _rotations(count, seed=1):

@@ -210,9 +210,11 @@ def test_subspaces_of_weights():
 
 
 @pytest.mark.parametrize("mask", [Mask(), Mask(window=5), ALL])
-def test_errors_are_those_of_the_definition(mask):
+@pytest.mark.parametrize("softcap", [0.0, 1.5])
+def test_errors_are_those_of_the_definition(mask, softcap):
     query_BTNH, key_BTKH, value_BTKH = _arrays()
     layer, queries = _layer(query_BTNH, key_BTKH, value_BTKH, mask), slice(9, None, 2)
+    layer = layer._replace(softcap=softcap)
     subspaces = _of(query_BTNH, key_BTKH)
     cuts = [subspaces.cut(key_BTKH[1], r) for r in (1, 3, H)]
     found = key_subspaces.errors(layer, 1, cuts, queries)
@@ -221,6 +223,7 @@ def test_errors_are_those_of_the_definition(mask):
         made = []
         for key_TKH in (key_BTKH[1], *cuts):
             z_TT = SCALE * query_BTNH[1, queries, n] @ key_TKH[:, n // 2].T
+            z_TT = softcap * np.tanh(z_TT / softcap) if softcap else z_TT
             z_TT = np.where(visible_TT, z_TT, np.nan)
             e_TT = np.nan_to_num(z_TT - np.nanmean(z_TT, axis=1, keepdims=True))
             p_TT = np.where(visible_TT, np.exp(e_TT), 0)

@@ -111,7 +111,6 @@ def _heads(rotated=slice(2, 6), d_model=9):
         draw(N).transpose(1, 2, 0),
         rotated,
         np.array([1.0, 0.2])[:pairs],
-        1.0,
     )
 
 

@@ -1,5 +1,6 @@
 """Measurements of every head's attention on texts."""
 
+import collections
 from collections.abc import Mapping, Sequence
 import dataclasses
 
@@ -32,6 +33,7 @@ class Behaviour:
 
     Attributes:
       num_kv_heads: query head n reads KV head n // (N / K).
+      mask: of attention.
       statistics: [N] by name: means over sequences of `patterns.Statistics`; `content_N`, the
         divergence of a head's patterns between two sequences (of two texts if there are several;
         nan for a single sequence); and `induction_N`.
@@ -45,6 +47,7 @@ class Behaviour:
     """
 
     num_kv_heads: int
+    mask: Mask
     statistics: Mapping[str, np.ndarray]
     divergence_NN: np.ndarray
     without_first_NN: np.ndarray
@@ -76,8 +79,7 @@ class BehaviourMeasurements:
     Attributes:
       length, sequences: tokens per sequence, number of sequences.
       block: number of random tokens that are repeated.
-      mask: of attention.
-      induction_by_chance: score of uniform attention.
+      induction_by_chance: score of uniform attention, the layers' mean.
       inputs_LL, outputs_LL: CKA between layers, of attention's inputs and of all heads' outputs.
     """
 
@@ -85,7 +87,6 @@ class BehaviourMeasurements:
     length: int
     sequences: int
     block: int
-    mask: Mask
     induction_by_chance: float
     inputs_LL: np.ndarray
     outputs_LL: np.ndarray
@@ -108,10 +109,9 @@ def measure(
       UserError: activations are not finite.
     """
     rows_BT, others_B = _rows(texts, length)
-    c = model.transformer.block
-    mask = Mask(c.causal, c.window)
-    # The earlier occurrence of a token must be within the window.
-    block = min(MAP_TOKENS // 2, length // 2, *([c.window] if c.causal and c.window else []))
+    # The earlier occurrence of a token must be within the window, in every layer.
+    windows = {kind.window for kind in model.transformer.block.layer_kinds if kind.window}
+    block = min(MAP_TOKENS // 2, length // 2, *windows)
     tokens_A = np.unique(np.concatenate(list(texts.values())))
     if len(tokens_A) < block:
         tokens_A = np.arange(model.transformer.vocab_size)
@@ -139,8 +139,7 @@ def measure(
             length=length,
             sequences=len(rows_BT),
             block=block,
-            mask=mask,
-            induction_by_chance=patterns.induction_by_chance(mask.visible(2 * block), block),
+            induction_by_chance=_induction_by_chance(layers, block),
             inputs_LL=cka.linear_cka(inputs),
             outputs_LL=cka.linear_cka(outputs),
         )
@@ -182,6 +181,13 @@ def _weights(model: LazyModel, index: int) -> np.ndarray | None:
         return None
 
 
+def _induction_by_chance(layers: Sequence[Behaviour], block: int) -> float:
+    """Returns the mean over layers of uniform attention's score."""
+    counts = collections.Counter(layer.mask for layer in layers)
+    scores = {mask: patterns.induction_by_chance(mask.visible(2 * block), block) for mask in counts}
+    return sum(scores[mask] * count for mask, count in counts.items()) / len(layers)
+
+
 def _of_layer(
     layer: Layer, repeated: Layer, block: int, chosen_T: np.ndarray, others_B: np.ndarray
 ) -> tuple[Behaviour, np.ndarray]:
@@ -215,6 +221,7 @@ def _of_layer(
     map_tokens = slice(MAP_TOKENS)
     behaviour = Behaviour(
         num_kv_heads=layer.key_BTKH.shape[2],
+        mask=layer.mask,
         statistics=by_name | dict(content_N=content_N, induction_N=np.mean(induction_BN, axis=0)),
         divergence_NN=divergence_NN,
         without_first_NN=without_first_NN,

@@ -29,7 +29,7 @@ def check(model: LazyModel, request: Request) -> None:
             f"lengths = {max(request.lengths)}: patterns of attention need at least {_SHORTEST} "
             "tokens: give longer lengths"
         )
-    if model.transformer.block.causal and model.transformer.block.window == 1:
+    if any(kind.window == 1 for kind in model.transformer.block.layer_kinds):
         raise UserError("model.window = 1: every token attends to itself only")
 
 

@@ -170,7 +170,7 @@ class Results:
         layer = self.behaviour(head)
         maps_NTT = layer.repeated_NTT if head.role == "induction" else layer.text_NTT
         p_TT = maps_NTT[head.head].astype(np.float64)
-        visible_TT = self.measured.mask.visible(len(p_TT))
+        visible_TT = layer.mask.visible(len(p_TT))
         return np.where(visible_TT, p_TT, np.nan)
 
     def data(self) -> dict:

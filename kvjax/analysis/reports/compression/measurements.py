@@ -140,7 +140,8 @@ def _by_method(
       of each run.
     """
     joint = subspace_methods.has_joint_svd(model.transformer.mechanisms)
-    rotates = model.transformer.block.angles_base is not None
+    # A layer without RoPE, in a model with RoPE, has the same keys before and after it.
+    rotates = any(kind.rope_base is not None for kind in model.transformer.block.layer_kinds)
     ropes, fixed, runs = [], [], None
     layers = zip(heads_lib.layers(model), activations.layers(model, windows.rows()), strict=True)
     for i, (heads, layer) in enumerate(layers):

@@ -44,14 +44,15 @@ def check(model: LazyModel) -> None:
 def of_model(label: str, model: LazyModel) -> ModelDiversity:
     """Measures head diversity in every layer, with one layer's weights in memory."""
     plain, rotated, values = [], [], []
+    rotates = [kind.rope_base is not None for kind in model.transformer.block.layer_kinds]
     with few_threads(model.transformer.block.d_model):
-        for heads in heads_lib.layers(model):
+        for heads, has_rope in zip(heads_lib.layers(model), rotates, strict=True):
             plain_layer, rotated_layer = diversity.plain_and_rotated(heads, "key", model.context)
             plain.append(plain_layer)
-            rotated += [rotated_layer] if rotated_layer else []
+            rotated.append(rotated_layer if has_rope else plain_layer)
             values.append(diversity.of_layer(heads, "value"))
     names = mechanism_names(model.transformer.mechanisms)
-    rotated = rotated if len(rotated) == len(plain) else None
+    rotated = rotated if any(rotates) and all(rotated) else None
     return ModelDiversity(label, names, model.context, plain, rotated, values)
 
 

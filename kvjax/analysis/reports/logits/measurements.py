@@ -70,7 +70,7 @@ def measure(
     """
     arrays_by_name = collections.defaultdict(list)
     with progress.waiting("logit spectra") as doing:
-        rotates = model.transformer.block.angles_base is not None
+        rotates = any(kind.rope_base is not None for kind in model.transformer.block.layer_kinds)
         for heads in heads_lib.layers(model):
             for kind, energies_ANR in _of_weights(heads, max(lengths) if rotates else 0):
                 arrays_by_name["energies", kind].append(energies_ANR)
@@ -166,7 +166,7 @@ def _of_layer(
             arrays_by_name["delocalisation", length].append(logits.delocalisation(centred))
             arrays_by_name["keys", length].append(np.stack(logits.key_geometry(key), axis=-1))
         for mask in (_ALL_KEYS, layer.mask) if causal else (_ALL_KEYS,):
-            errors = truncation.errors(centred, value, ranks, mask)
+            errors = truncation.errors(centred, value, ranks, mask, layer.softcap)
             arrays_by_name["errors", (length, mask.causal)].append(np.stack(errors, axis=-1))
         if causal:
             energies_NL = logits.masked_energies(query, key, layer.scale, layer.mask)

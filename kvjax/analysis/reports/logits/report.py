@@ -17,6 +17,7 @@ from kvjax.analysis.reports.logits.measurements import (
 )
 from kvjax.analysis.reports.logits.results import SHARE, Results
 from kvjax.analysis.request import Request, reference_length
+from kvjax.analysis.words import before_cap
 from kvjax.convert.model import LazyModel
 
 
@@ -36,14 +37,14 @@ def section(model: LazyModel, request: Request) -> Section:
     """
     lengths = sorted({reference_length(request.lengths), max(request.lengths)})
     measured = measurements.measure(model, request.texts, request.lengths, perplexity_at=lengths)
-    return _section(Results(model.name, request, measured))
+    return _section(Results(model.name, request, measured), before_cap(model.transformer))
 
 
-def _section(results: Results) -> Section:
+def _section(results: Results, note: str = "") -> Section:
     return Section(
         name="logits",
         title="Spectra of logits",
-        lead=_lead(results),
+        lead=_lead(results) + note,
         finding=_finding(results),
         figures=_figures(results),
         tables=tables.tables(results),
