@@ -57,6 +57,7 @@ class Run:
         self, config, base, graph, weights, dtype, implementation="small_tiles", softcap=0.0
     ):
         self.config, self.base, self.dtype = config, base, jnp.dtype(dtype)
+        self.softcap = softcap
 
         def cast(w):
             return jnp.asarray(w, self.dtype)

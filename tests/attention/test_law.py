@@ -24,6 +24,7 @@ COMMON = dict(
     latent_scale=(False, True),
     output_gate=(False, True),
     bias=(False, True),
+    softcap=(0.0, 0.7),  # of logits; an option of the call
 )
 DIMS = ((8, 8), (8, 6))  # of keys and values
 OF_LATENTS = dict(num_latents=(1, 2, 4), dims=DIMS)
@@ -40,13 +41,17 @@ FACTORS = dict(
         tie=("none", "kv", "qk", "qkv"),
         position_channels=(0, 6),
         alibi=(False, True),
+        softcap=(0.0, 0.7),
     ),
     factored=COMMON | dict(dims=DIMS, num_latents=(1, 2), ranks=((3, 0), (0, 3), (5, 3))),
     mla=COMMON | dict(dims=DIMS, norm_latent=(False, True), qk_bias=(False, True)),
     mla_paper=COMMON | dict(dims=DIMS),
-    mla_lrkv=COMMON | dict(dims=DIMS, rank=(0, 3), qk_bias=(False, True)),
+    mla_lrkv=COMMON
+    | dict(dims=DIMS, rank=(0, 3), norm_latent=(False, True), qk_bias=(False, True)),
     gla=COMMON | OF_LATENTS | dict(norm_latent=(False, True), qk_bias=(False, True)),
-    mlra=COMMON | OF_LATENTS | dict(num_branches=(1, 2, 4)),
+    mlra=COMMON
+    | OF_LATENTS
+    | dict(num_branches=(1, 2, 4), norm_latent=(False, True), qk_bias=(False, True)),
     gta=COMMON | dict(num_kv_heads=(1, 2, 4), rope_key_dim=(0, 2, 4)),
     shared_kv=COMMON | dict(num_kv_heads=(1, 2, 4), rope_key_dim=(0, 4, 8)),
     mfa_kr=COMMON | dict(num_kv_heads=(1, 2, 4)),
@@ -72,9 +77,11 @@ for _cls, _keys in reversed(MECHANISMS.values()):
 
 
 def _make(kind, keys):
-    """Returns a config and its RoPE base; None if the config refuses the keys."""
+    """Returns a config, its RoPE base and a soft cap; None if they exclude each other."""
     keys = dict(num_heads=4, norm_epsilon=1e-2) | FIXED.get(kind, {}) | keys
-    positions = keys.pop("positions")
+    positions, softcap = keys.pop("positions"), keys.pop("softcap")
+    if softcap and (keys.get("alibi") or keys.get("position_channels")):
+        return None  # in training they are channels of the logits
     if positions == "shared":
         keys["rope"] = "shared"
     if kind in LISTED:
@@ -86,7 +93,7 @@ def _make(kind, keys):
         config = attention.MECHANISMS["grouped" if kind == "mfa" else kind](**keys)
     except UserError:
         return None
-    return config, None if positions == "none" else law.BASE
+    return config, None if positions == "none" else law.BASE, softcap
 
 
 @functools.cache
@@ -115,7 +122,8 @@ def _id(value):
 
 @pytest.mark.parametrize("kind, row", quick.only(QUICK, CASES), ids=_id)
 def test_the_law_for_pairs_of_options(x64, randomise, kind, row):
-    law.check(randomise, *_case_config(kind, row))
+    config, base, softcap = _case_config(kind, row)
+    law.check(randomise, config, base, softcap=softcap)
 
 
 def test_pairs_of_options_that_configs_refuse():
@@ -171,7 +179,8 @@ def test_the_definition_obeys_the_law(x64, make_mechanism, randomise, mechanism_
 def _float64_outputs(run, x_BTD):
     """Returns outputs [B, T, D] in float64 from the (narrower) weights of a run, on whole rows."""
     wide = jax.tree.map(lambda w: np.asarray(w, np.float64), run.weights)
-    return reference.attention(run.config, wide, np.float64(x_BTD), base=run.base, causal=True)
+    options = dict(base=run.base, causal=True, softcap=run.softcap)
+    return reference.attention(run.config, wide, np.float64(x_BTD), **options)
 
 
 @pytest.mark.slow
@@ -197,8 +206,9 @@ def test_float32_and_stale_entries(make_mechanism, randomise, mechanism_name):
 @pytest.mark.slow
 @pytest.mark.parametrize("row", _rows("grouped"), ids=law.row_id)
 def test_float32_for_pairs_of_options(randomise, row):
-    config, base = _case_config("grouped", row)
-    run, x = law.make_run(randomise, config, base, jnp.float32), law.sequences().astype(np.float32)
+    config, base, softcap = _case_config("grouped", row)
+    run = law.make_run(randomise, config, base, jnp.float32, softcap=softcap)
+    x = law.sequences().astype(np.float32)
     y, expected = run.decoded(x, law.ONE_OF_ALL), _float64_outputs(run, x)
     decoded_ = ~np.isnan(y)
     assert np.abs(y - expected)[decoded_].max() < 1e-5 * np.abs(expected).max()
