@@ -9,10 +9,11 @@ import sys
 
 import pytest
 
-from docs.hooks import layouts, pages, support
+from docs.hooks import families, layouts, pages, support
 import kvjax
 from kvjax.__main__ import COMMANDS
 from kvjax.attention import MECHANISMS, named
+from kvjax.convert.architectures import FAMILIES
 from kvjax.foundation.checkout import ROOT
 from tests import docs_pages, quick
 from tests.convert.comparison import PUBLISHED
@@ -106,6 +107,28 @@ def test_the_matrix_asks_the_code(name, kernel, formats, converted):
     assert support.exported(config).startswith(formats)
     assert support.factors(config).startswith("yes" if formats == "NanoChat, Llama" else "no: ")
     assert support.converted_by(config) == converted
+
+
+@pytest.mark.parametrize(
+    ("name", "by_mla", "served"),
+    [
+        ("Llama 2, SmolLM2", "yes", ("yes", "yes")),
+        ("Qwen 2", "yes", ("no: config.attention.bias", "yes")),
+        ("Gemma 2", "yes", ("no: config.model.norm_both", "no: config.model.norm_both")),
+        ("SmolLM3", "no: needs a model with RoPE in every layer", ("no: `--method=mla`",) * 2),
+        ("DeepSeek-V3, dense", "no: ", ("yes", "yes")),
+    ],
+)
+def test_the_matrix_of_families_asks_the_code(name, by_mla, served):
+    model = families.transformer(families.ROWS[name])
+    assert families.method_cell(model, families.METHODS["mla"]).startswith(by_mla)
+    for engine, expected in zip(("vllm", "transformers"), served, strict=True):
+        assert families.served_cell(model, engine).startswith(expected)
+
+
+def test_the_matrix_has_every_family():
+    assert {keys["model_type"] for keys in families.ROWS.values()} == set(FAMILIES)
+    assert families.matrix().count("\n|") == 1 + len(families.ROWS)
 
 
 def test_layouts_are_described_as_the_cache_is():

@@ -60,9 +60,9 @@ def made(text: str) -> str:
 
     def call(match: re.Match) -> str:
         module, function = match.groups()
-        from docs.hooks import layouts, support  # import JAX
+        from docs.hooks import families, layouts, support  # import JAX
 
-        modules = dict(layouts=layouts, support=support)
+        modules = dict(families=families, layouts=layouts, support=support)
         if match[0] not in _results:
             _results[match[0]] = getattr(modules[module], function)()
         return _results[match[0]]

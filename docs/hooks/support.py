@@ -1,6 +1,6 @@
 """The support matrix: what works for which mechanism, asked of the code that does it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 import dataclasses
 import functools
 import itertools
@@ -50,6 +50,7 @@ ROWS: dict[str, MechanismConfig] = {
     "mfa_kr": kvjax.mfa_kr(N, query_rank=1024),
     "tpa": kvjax.tpa(N, key_rank=2, value_rank=2),
 }
+_NAMED = {f"`{name}`": config for name, config in ROWS.items()}
 
 
 def kernels() -> str:
@@ -61,7 +62,7 @@ def kernels() -> str:
         cache = [f"{size:,}", f"{size / whole:.1%}", f"[`{name}`](decode.md#{name})"]
         return [*cache, training(config), *(kernel(check, config) for check in CHECKS.values())]
 
-    return _table(["bytes", "of MHA", "layout", "training", *CHECKS], cells)
+    return table(["mechanism", "bytes", "of MHA", "layout", "training", *CHECKS], _NAMED, cells)
 
 
 def formats() -> str:
@@ -70,15 +71,16 @@ def formats() -> str:
     def cells(config: MechanismConfig) -> list[str]:
         return [f"`{kind_of(config)}`", exported(config), factors(config), converted_by(config)]
 
-    return _table(["kind", "transformers", "factors", "converted by"], cells)
+    head = ["mechanism", "kind", "transformers", "factors", "converted by"]
+    return table(head, _NAMED, cells)
 
 
-def _table(head: list[str], cells: Callable[[MechanismConfig], list[str]]) -> str:
-    """Returns a row for each mechanism, and numbered reasons."""
+def table[T](head: list[str], rows: Mapping[str, T], cells: Callable[[T], list[str]]) -> str:
+    """Returns a line for each row, its name and its cells, and numbered reasons."""
     notes: dict[str, int] = {}
-    lines = [_line(["mechanism", *head]), _line(["---"] * (len(head) + 1))]
-    for name, config in ROWS.items():
-        lines.append(_line([f"`{name}`", *(_mark(cell, notes) for cell in cells(config))]))
+    lines = [_line(head), _line(["---"] * len(head))]
+    for name, row in rows.items():
+        lines.append(_line([name, *(_mark(cell, notes) for cell in cells(row))]))
     return "\n".join([*lines, "", *(f"{number}. {text}" for text, number in notes.items())])
 
 
@@ -90,7 +92,8 @@ def _mark(outcome: str, notes: dict[str, int]) -> str:
     """Returns "yes", a name, or "no" with the number of its reason."""
     if not outcome.startswith("no: "):
         return outcome
-    reason = re.sub(r"(config\.)?(attention\.\w+) = \S+: ", r"`\2`: ", outcome.removeprefix("no: "))
+    reason = outcome.removeprefix("no: ")
+    reason = re.sub(r"(config\.)?((attention|model)\.\w+) = .*?: ", r"`\2`: ", reason)
     return f"no ({notes.setdefault(reason, len(notes) + 1)})"
 
 
