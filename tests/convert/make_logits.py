@@ -202,6 +202,12 @@ def configs(width: int, layers: int, tokens: int) -> dict[str, transformers.PreT
                 sliding: angles(20.0),
             },
         ),
+        "gemma3_full": of.Gemma3TextConfig(
+            **padless,
+            head_dim=width // 2,
+            layer_types=[full] * layers,
+            rope_parameters={full: angles(90.0), sliding: angles(20.0)},
+        ),
     }
 
 
