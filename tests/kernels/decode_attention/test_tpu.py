@@ -33,6 +33,7 @@ INTERPRET = pltpu.InterpretParams(
 )
 interpreted = functools.partial(tpu.decode_attention, interpret=INTERPRET)
 FLOAT32, BFLOAT16 = jnp.float32, jnp.bfloat16
+DIAGONAL, TRANSPOSED = tpu.ValueOperators(diagonal=True), tpu.ValueOperators(transposed=True)
 slow = pytest.mark.slow
 OF_RIVALS = [(name, FLOAT32 if name == "gta" else BFLOAT16) for name in RIVALS]
 
@@ -61,7 +62,7 @@ def _components(delay_values):
         shared = operators.MatrixKeys(_draw(2, 3, 16), _draw(2, 16, S))
         return [
             Component(own, operators.DiagonalValues(_draw(N, 16, S))),
-            Component(shared, operators.MatrixValues(None, K=2, V=16, group=3)),
+            Component(shared, operators.MatrixValues(None, K=2, V=16, group=3, transposed=True)),
             Component(operators.MatrixKeys(_draw(1, N, 48), _draw(1, 48, S))),
         ], None
     expand_key, latents = _draw(3, 16, 32, sequences=()) / 4, _draw(3, 16, S)
@@ -70,7 +71,9 @@ def _components(delay_values):
     )
     shared = operators.MatrixKeys(_draw(2, 3, 16), _draw(2, 16, S))
     return [
-        Component(shared, operators.MatrixValues(_draw(2, 48, S), K=2, V=48, group=3)),
+        Component(
+            shared, operators.MatrixValues(_draw(2, 48, S), K=2, V=48, group=3, transposed=False)
+        ),
         Component(rotating, operators.VectorValues(_draw(3, 32, S), N=N)),
     ], 1 + 0.5 * jnp.tanh(_draw(3, 1, S))
 
@@ -93,7 +96,7 @@ def test_the_pipeline_is_a_softmax_over_the_sum_of_its_components_logits(delay_v
 
 CASES = [
     (GroupedSizes(N=3, K=3, H=16, Hv=32), {}),
-    (GroupedSizes(N=3, K=3, H=16, Hv=32), dict(values="diagonal")),
+    (GroupedSizes(N=3, K=3, H=16, Hv=32), dict(values=DIAGONAL)),
     (GroupedSizes(N=6, K=2, H=16, Hv=32), dict(tile_kv=128)),
     (ResidualSizes(N=6, K=3, R=16, H=128, Hv=32), dict(tile_kv=128, score_tile=128)),
     (ResidualSizes(N=12, K=6, J=2, R=16, H=32, Hv=48, rope_base=None, scaled=False), {}),
@@ -146,14 +149,15 @@ def test_equals_the_definition_at_d12(mechanism, dtype):
     "mechanism, options",
     [
         ("mha", dict(splits=2)),
-        ("mha", dict(values="diagonal")),
+        ("mha", dict(values=DIAGONAL)),
         ("gqa", dict(splits=3)),
-        ("mla", dict(splits=2)),
+        ("gqa", dict(values=TRANSPOSED)),
+        ("mla", dict(splits=2, values=TRANSPOSED)),
         ("lrkv", dict(splits=2)),
-        ("lrkv", dict(values="diagonal")),
+        ("lrkv", dict(values=DIAGONAL)),
         ("lrkv", dict(tile_kv=256, score_tile=256)),
         ("lrkv_gqa", dict(tile_kv=256, score_tile=128)),
-        ("lrkv_no_rope", dict(values="diagonal", splits=2)),
+        ("lrkv_no_rope", dict(values=DIAGONAL, splits=2)),
     ],
 )
 def test_splits_tiles_and_operators_of_values_change_nothing(mechanism, options):
@@ -224,13 +228,15 @@ MOST = dict(
     lrkv=dict(v5e=0.40, v5p=0.50, v4=0.55),
     lrkv_no_rope=dict(v5e=0.60, v5p=0.60, v4=0.60),
     mha=dict(v5e=0.60, v5p=0.60, v4=0.60),
-    gqa=dict(v5e=0.60, v5p=0.60, v4=0.60),
+    gqa=dict(v5e=0.60, v5p=0.60, v4=0.60, v6e=0.285),
+    mla=dict(v6e=0.545),
 )
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize("mechanism", MOST)
-@pytest.mark.parametrize("name", ["v5e", "v5p", "v4"])
+@pytest.mark.parametrize(
+    ("mechanism", "name"), [(mechanism, name) for mechanism in MOST for name in MOST[mechanism]]
+)
 def test_schedules_leave_the_time_to_memory(name, mechanism):
     chip = tpu_static.CHIPS[name]
     bytes_of_token = shapes.bytes_per_token(SHAPES["d36"][mechanism], jnp.dtype(BFLOAT16))
@@ -270,7 +276,7 @@ SIZES = [  # kind, shape, batch, length: tile_kv, score_tile, splits, bytes
     ("TPU v5p", SHAPES["d36"]["gqa"], 1, 8192, (1024, 512, 2, 6_922_240)),
     ("TPU v5 lite", SHAPES["d36"]["mla"], 1, 32_768, (2048, 512, 1, 7_905_280)),
     ("TPU v5e", SHAPES["d36"]["lrkv_gqa"], 3, 1152, (384, 512, 1, 6_019_072)),
-    ("TPU v6 lite", SHAPES["d36"]["thin_keys"], 1, 65_536, (2048, 512, 1, 25_829_376)),
+    ("TPU v6 lite", SHAPES["d36"]["thin_keys"], 1, 65_536, (4096, 512, 1, 49_815_552)),
     ("TPU v6e", SHAPES["d12"]["gta"], 1, 128, (128, 512, 1, 516_096)),
     (
         "TPU v99",

@@ -36,19 +36,32 @@ Cache = Mapping[str, jax.Array]
 # multiple of 128, or a cache that overfills VMEM even with tiles of 128, is refused by `check`, and
 # XLA runs.
 #
-# The default of tile_kv is an eighth of the capacity, between these two numbers of tokens, rounded
-# down: 384 for a capacity of 1,152. A tile costs 250 to 700 bundles besides its tokens (static,
-# d36: `kvjax.kernels.profile`), which favours long tiles; a sequence's last tile is always read
-# whole, which favours short ones. Defaults shrink, to 128 at the least, until they fit into VMEM
-# (`_default_sizes`). Tuned sizes and arguments are not held against it: what does not fit is an
-# error of the compiler. Besides the cache's tiles, RotatingKeys' table [H, tile_kv] grows with
-# tile_kv, and its product [N·R, score_tile] in float32 with score_tile. The FLOPs of
-# `cache_layouts.rotating.flops` are with plain JAX's tile.
-DEFAULT_TILE_KV = (512, 2048)
+# The default of tile_kv is an eighth of the capacity, between SHORTEST_TILE_KV and the chip's
+# `longest_tile_kv`, rounded down: 384 for a capacity of 1,152. A tile costs 250 to 700 bundles
+# besides its tokens (static, d36: `kvjax.kernels.profile`), which favours long tiles; a sequence's
+# last tile is always read whole, which favours short ones. Defaults shrink, to 128 at the least,
+# until they fit into VMEM (`_default_sizes`). Tuned sizes and arguments are not held against it:
+# what does not fit is an error of the compiler. Besides the cache's tiles, RotatingKeys' table
+# [H, tile_kv] grows with tile_kv, and its product [N·R, score_tile] in float32 with score_tile. The
+# FLOPs of `cache_layouts.rotating.flops` are with plain JAX's tile.
+SHORTEST_TILE_KV = 512
 DEFAULT_SCORE_TILE = 512
-# Operators for values that no two heads share. Bundles per token of LRKV at d36, static: on v4 4.1
-# with "diagonal" and 5.4 with "vector", on v5p 3.7 and 2.8 (experiments/LOG.md).
-VALUES = ("vector", "diagonal")
+
+
+@dataclasses.dataclass(frozen=True)
+class ValueOperators:
+    """Operators of values, of which the faster ones depend on the chip.
+
+    Attributes:
+      diagonal: True for `DiagonalValues`, False for `VectorValues`, where no two heads share
+        values. Bundles per token of LRKV at d36, static: on v4 4.1 with and 5.4 without, on v5p 3.7
+        and 2.8 (experiments/LOG.md).
+      transposed: see `operators.MatrixValues`. Bundles per token of GQA at d36, static: on v6e 1.03
+        with and 1.33 without.
+    """
+
+    diagonal: bool = False
+    transposed: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,18 +70,20 @@ class _Chip:
 
     vmem_bytes: int = 16 * 2**20  # that the kernel may use
     cores: int = 1  # TensorCores that share its memory: a split for each if there is one sequence
-    values: str = "vector"
+    values: ValueOperators = ValueOperators()
+    longest_tile_kv: int = 2048  # by default
 
 
 _LARGE = 64 * 2**20
+_V6E = _Chip(vmem_bytes=_LARGE, values=ValueOperators(transposed=True), longest_tile_kv=4096)
 _CHIPS = {
-    "TPU v4": _Chip(cores=2, values="diagonal"),  # half the vector slots of v5p
+    "TPU v4": _Chip(cores=2, values=ValueOperators(diagonal=True)),  # half the vector slots of v5p
     "TPU v5": _Chip(vmem_bytes=_LARGE, cores=2),  # v5p
     "TPU v5p": _Chip(vmem_bytes=_LARGE, cores=2),
     "TPU v5 lite": _Chip(vmem_bytes=_LARGE),
     "TPU v5e": _Chip(vmem_bytes=_LARGE),
-    "TPU v6 lite": _Chip(vmem_bytes=_LARGE),
-    "TPU v6e": _Chip(vmem_bytes=_LARGE),
+    "TPU v6 lite": _V6E,
+    "TPU v6e": _V6E,
     "cpu": _Chip(vmem_bytes=_LARGE),  # the interpreter
 }
 
@@ -89,7 +104,7 @@ def attend_with_lse(
     tile_kv: int | None = None,
     score_tile: int | None = None,
     splits: int | None = None,
-    values: str | None = None,
+    values: ValueOperators | None = None,
     interpret=False,
 ) -> tuple[jax.Array, jax.Array]:
     """Attends to the tokens of this chip's stripes: [B, 1, N, Hv], and log-sum-exps [B, 1, N].
@@ -103,7 +118,7 @@ def attend_with_lse(
         here and below: from `tuned.json`, or a default.
       score_tile: tokens of a tile that are scored at once, rounded down to a divisor of `tile_kv`.
       splits: splits of each sequence; one per core of the chip if there is one sequence.
-      values: one of `VALUES`.
+      values: the chip's, if None.
       interpret: False, or `pltpu.InterpretParams`.
 
     Raises:
@@ -216,19 +231,19 @@ def _vmem_bytes(inputs: DecodeInputs, cache: Cache, tile_kv: int, score_tile: in
 
 
 def _default_sizes(inputs: DecodeInputs, cache: Cache) -> dict[str, int]:
-    """Returns default `tile_kv`, `score_tile` and `splits`; see DEFAULT_TILE_KV.
+    """Returns default `tile_kv`, `score_tile` and `splits`; see SHORTEST_TILE_KV.
 
-    Halves the tiles until the kernel fits into VMEM: first score_tile to 256, then tile_kv to the
-    shorter default, then both to 128.
+    Halves the tiles until the kernel fits into VMEM: first tile_kv to 2,048, then score_tile to
+    256, then tile_kv to SHORTEST_TILE_KV, then both to 128.
     """
     S, chip = _capacity(cache), _chip()
-    shorter, longer = DEFAULT_TILE_KV
-    tile_kv = _divisor(S, min(longer, max(shorter, S // 8)))
+    tile_kv = _divisor(S, min(chip.longest_tile_kv, max(SHORTEST_TILE_KV, S // 8)))
     score_tile = DEFAULT_SCORE_TILE
     while _vmem_bytes(inputs, cache, tile_kv, score_tile) > chip.vmem_bytes:
         if tile_kv == score_tile == LANES:
             break  # `check` refuses
-        if score_tile > 256 or (tile_kv <= shorter and score_tile > LANES):
+        shrinks = score_tile > 256 or (tile_kv <= SHORTEST_TILE_KV and score_tile > LANES)
+        if shrinks and tile_kv <= 2048:
             score_tile //= 2
         else:
             tile_kv = _divisor(S, max(tile_kv // 2, LANES))
@@ -261,7 +276,9 @@ class _Kernel:
     delay_values: bool = False
 
 
-def _kernel(inputs: DecodeInputs, cache: Cache, tile_kv: int, values: str, origins=None) -> _Kernel:
+def _kernel(
+    inputs: DecodeInputs, cache: Cache, tile_kv: int, values: ValueOperators, origins=None
+) -> _Kernel:
     """Returns the kernel for tiles that start at positions `origins`; None: of a whole cache."""
     return _KERNELS[type(inputs)](inputs, cache, tile_kv, values, origins)
 
@@ -272,14 +289,16 @@ def _by_group(query_B1NH: jax.Array, K: int) -> jax.Array:
     return query_B1NH.reshape(B, K, N // K, H)
 
 
-def _values_of_heads(values_BKVS: jax.Array, N: int, operator: str):
-    """Returns the operator for values of each head; "diagonal" needs one KV head per query head."""
-    if operator == "diagonal" and N == values_BKVS.shape[1]:
+def _values_of_heads(values_BKVS: jax.Array, N: int, values: ValueOperators):
+    """Returns the operator for values of each head; a diagonal needs a KV head per query head."""
+    if values.diagonal and N == values_BKVS.shape[1]:
         return operators.DiagonalValues(values_BKVS)
     return operators.VectorValues(values_BKVS, N=N)
 
 
-def _grouped(inputs: GroupedInputs, cache: Cache, tile_kv: int, values: str, origins) -> _Kernel:
+def _grouped(
+    inputs: GroupedInputs, cache: Cache, tile_kv: int, values: ValueOperators, origins
+) -> _Kernel:
     del tile_kv, origins
     N, (K, V) = inputs.query.shape[2], cache["base_value"].shape[1:3]
     if N == K:  # MHA: one query per key, head by head on the vector unit
@@ -290,19 +309,24 @@ def _grouped(inputs: GroupedInputs, cache: Cache, tile_kv: int, values: str, ori
     else:
         component = Component(
             operators.MatrixKeys(_by_group(inputs.query, K), cache["base_key"]),
-            operators.MatrixValues(cache["base_value"], K=K, V=V, group=N // K),
+            operators.MatrixValues(
+                cache["base_value"], K=K, V=V, group=N // K, transposed=values.transposed
+            ),
         )
     return _Kernel([component], lambda o_BNV: o_BNV)
 
 
-def _latent(inputs: LatentInputs, cache: Cache, tile_kv: int, values: str, origins) -> _Kernel:
-    del tile_kv, values, origins
+def _latent(
+    inputs: LatentInputs, cache: Cache, tile_kv: int, values: ValueOperators, origins
+) -> _Kernel:
+    del tile_kv, origins
     N, latent_BJCS = inputs.query.shape[2], latent_lib.by_group(cache["latent"])
     J, C = latent_BJCS.shape[1:3]
     query_B1NC = latent_lib.with_zeros(inputs.query, C)
     content = Component(
         operators.MatrixKeys(_by_group(query_B1NC, J), latent_BJCS),
-        operators.MatrixValues(None, K=J, V=C, group=N // J),  # None: the keys are the values
+        # None: the keys are the values.
+        operators.MatrixValues(None, K=J, V=C, group=N // J, transposed=values.transposed),
     )
     components = [content]
     if inputs.rope_query is not None:  # scores to add, without values of its own
@@ -320,12 +344,16 @@ def _latent(inputs: LatentInputs, cache: Cache, tile_kv: int, values: str, origi
     return _Kernel(components, expand)
 
 
-def _residual(inputs: ResidualInputs, cache: Cache, tile_kv: int, values: str, origins) -> _Kernel:
+def _residual(
+    inputs: ResidualInputs, cache: Cache, tile_kv: int, values: ValueOperators, origins
+) -> _Kernel:
     B, _, N, _ = inputs.query.shape
     (J, V), (K, R) = cache["base_value"].shape[1:3], inputs.expand_key.shape[:2]
     base = Component(
         operators.MatrixKeys(_by_group(inputs.query, J), cache["base_key"]),
-        operators.MatrixValues(cache["base_value"], K=J, V=V, group=N // J),
+        operators.MatrixValues(
+            cache["base_value"], K=J, V=V, group=N // J, transposed=values.transposed
+        ),
     )
     rotated = inputs.rope_base is not None
     if rotated:  # the query in rank space depends on the position: rotated once per tile

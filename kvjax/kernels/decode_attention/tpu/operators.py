@@ -180,10 +180,16 @@ def _angles(at: np.ndarray | jax.Array, dim: int, base: float) -> tuple[jax.Arra
 
 
 class MatrixValues(Values):
-    """Values [B, K, Hv, S] shared by `group` query heads each; None: the keys are the values."""
+    """Values [B, K, Hv, S] shared by `group` query heads each; None: the keys are the values.
 
-    def __init__(self, values_BKVS: jax.Array | None, *, K: int, V: int, group: int):
-        self.K, self.group = K, group
+    `transposed`: True to transpose values on the XLU before the product, False to have the matrix
+    unit contract over lanes.
+    """
+
+    def __init__(
+        self, values_BKVS: jax.Array | None, *, K: int, V: int, group: int, transposed: bool
+    ):
+        self.K, self.group, self.transposed = K, group, transposed
         self.name = "keys" if values_BKVS is None else "values"
         super().__init__(
             {} if values_BKVS is None else dict(values=Input(values_BKVS, "values")),
@@ -198,7 +204,14 @@ class MatrixValues(Values):
         for k in range(self.K):
             values_Vs = refs[self.name][0, k, :, tokens]  # of [1, K, Hv, tile_kv]
             rows = [weights[c, k * self.group, self.group] for c, _ in columns(tokens)]
-            refs["accumulator"][k] += _dot(jnp.concatenate(rows, axis=1), values_Vs, _NT)
+            weights_rs = jnp.concatenate(rows, axis=1)
+            if self.transposed:
+                # A bitcast to the same dtype: the compiler does not merge a transpose before it
+                # with the product.
+                values_sV = pltpu.bitcast(values_Vs.T, values_Vs.dtype)
+                refs["accumulator"][k] += _dot(weights_rs, values_sV)
+            else:
+                refs["accumulator"][k] += _dot(weights_rs, values_Vs, _NT)
 
     def rescale(self, refs: Refs, decay: jax.Array) -> None:
         for k in range(self.K):
