@@ -47,7 +47,7 @@ FLAGS: dict[str, dict[str, object]] = {
     "default": {},
     "no_command_buffers": {"xla_gpu_enable_command_buffer": ""},
     "small_command_buffers": {"xla_gpu_graph_min_graph_size": 1},
-    "pdl": {"xla_gpu_experimental_enable_pdl": True},
+    "pdl": {"xla_gpu_enable_pdl": True, "xla_gpu_enable_pdl_launch": True},
     "no_merged_products": {"xla_gpu_dot_merger_threshold_mb": 0},
 }
 

@@ -41,7 +41,7 @@ class Run:
 
     @property
     def dtype(self) -> jnp.dtype:
-        return jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
+        return jnp.dtype(jnp.float32 if self.device == "cpu" else jnp.bfloat16)
 
     @property
     def on_chip_bytes(self) -> float:

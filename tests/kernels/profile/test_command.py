@@ -261,7 +261,7 @@ def test_the_usual_sweep_is_over_lengths_then_over_batches(command, nothing_meas
             rows=[],
             copy_gbps=2.0,
         )
-        assert text.startswith("measured, cpu, float32: median and extremes of 3 rounds")
+        assert text.startswith("measured, cpu, bfloat16: median and extremes of 3 rounds")
         assert "4,800 by datasheet, 2.0 for a copy (read and written)" in text
     default, *with_options = nothing_measured
     assert default.points[:5] == tuple((1, n) for n in (1024, 4096, 16384, 65536, 131072))
