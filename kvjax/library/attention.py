@@ -7,6 +7,7 @@ y, cache = attention.prefill(x, cache)             # the prompts
 y, cache = attention.decode(x_next, cache)         # [B, 1, D]: exact, from the small cache
 """
 
+import math
 from typing import cast
 
 from flax import nnx
@@ -36,6 +37,7 @@ class Attention(nnx.Module):
         *,
         rope_base: rope.Base | None = 10_000.0,
         window: int = 0,
+        softcap: float = 0.0,
         zero_output: bool = False,
         rngs: nnx.Rngs,
     ):
@@ -46,9 +48,16 @@ class Attention(nnx.Module):
           d_model: model width D.
           rope_base: base of RoPE's frequencies; None: no RoPE.
           window: if positive, a token sees only itself and the window - 1 tokens before it.
+          softcap: c in c·tanh(z/c) of the scaled logits z, as in Gemma 2; 0: none.
           zero_output: initialise the output projection with zeros, as in nanochat.
         """
+        if not (math.isfinite(softcap) and softcap >= 0):
+            raise ValueError(f"softcap = {softcap}: must be positive, or 0 for none")
+        for key in ("alibi", "position_channels"):  # in training they are channels of the logits
+            if softcap and getattr(config, key, False):
+                raise ValueError(f"softcap = {softcap}: must be 0 with {key}")
         self.rope_base, self.window, self.d_model = rope_base, window, d_model
+        self.softcap = float(softcap)
         init = InitRngs(rngs.params(), zero_outputs=zero_output)
         self.core = Core(config, d_model, rngs=cast(nnx.Rngs, init))  # has the same interface
 
@@ -80,6 +89,7 @@ class Attention(nnx.Module):
             self._positions(x_BTD.shape[1], positions),
             causal=causal,
             window=self.window,
+            softcap=self.softcap,
             segment_ids_BS=segment_ids,
         )
 
@@ -120,6 +130,7 @@ class Attention(nnx.Module):
             v_BTKH,
             causal=True,
             window=self.window,
+            softcap=self.softcap,
             scale=mechanism.config.scale,
         )
         y_BTD = self.core.project_out(o_BTNH, x_BTD, positions)
@@ -161,6 +172,7 @@ class Attention(nnx.Module):
             counts,
             rope_base=self.rope_base,
             window=self.window,
+            softcap=self.softcap,
             implementation=implementation,
         )
         return y_BTD, KVCache(arrays, cache.lengths + counts)

@@ -28,18 +28,22 @@ def layer_of(name, **options):
     return layer
 
 
-CASES = [(name, 0) for name in MECHANISMS] + [("lrkv", 3)]
+CHANGED = dict(window=3, softcap=0.4)
+CASES = [(name, {}) for name in MECHANISMS] + [("lrkv", CHANGED)]
 
 
 @pytest.mark.parametrize(
-    ("name", "window"), quick.only([("lrkv", 3), ("mla", 0), ("tpa", 0)], CASES)
+    ("name", "keys"), quick.only([("lrkv", CHANGED), ("mla", {}), ("tpa", {})], CASES)
 )
-def test_decoding_equals_attention_over_whole_sequences(name, window):
+def test_decoding_equals_attention_over_whole_sequences(name, keys):
     """Prompts of different lengths, then steps of which some sequences have fewer than others."""
     with jax.enable_x64(True):
-        layer = layer_of(name, window=window)
+        layer = layer_of(name, **keys)
         x_BTD = jnp.asarray(np.random.default_rng(1).standard_normal((B, T, D)))
         whole_BTD = layer(x_BTD)
+        for key in keys:  # each counts
+            without = layer_of(name, **{k: v for k, v in keys.items() if k != key})
+            assert np.abs(without(x_BTD) - whole_BTD).max() > 1e-3
         lengths = np.array([3, 5], np.int32)
         cache = layer.cache(B, 10, jnp.float64)
         assert cache.capacity == 128
@@ -91,6 +95,15 @@ def test_layers_in_a_scan_and_an_ensemble():
         )
         y_BTD.append(y[:, 0])
     np.testing.assert_allclose(np.stack(y_BTD, axis=1), expected, atol=1e-5)
+
+
+def test_soft_caps_that_are_refused():
+    with pytest.raises(ValueError, match="softcap = -1.0: must be positive, or 0 for none"):
+        layer_of("lrkv", softcap=-1.0)
+    cls, keys = MECHANISMS["gqa"]
+    config = cls(num_heads=4, key_dim=8, value_dim=8, **keys | dict(alibi=True))
+    with pytest.raises(ValueError, match="softcap = 2.0: must be 0 with alibi"):
+        Attention(config, D, rope_base=None, softcap=2.0, rngs=nnx.Rngs(0))
 
 
 def test_positions_and_segments():
