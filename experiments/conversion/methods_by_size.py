@@ -31,6 +31,16 @@ TOKENS = {512: 16_384, 4096: 16_384}  # tokens of held-out text to evaluate, by 
 _SECONDS_PER_POINT = 150.0  # on two CPU cores
 
 
+class _InMemory:
+    """A model whose weights stay in memory: it is evaluated twice, and converted once."""
+
+    def __init__(self, model: model_lib.LazyModel):
+        self._model, self.read = model, functools.cache(model.read)
+
+    def __getattr__(self, name: str):
+        return getattr(self._model, name)
+
+
 class _Subject:
     """A published model with its calibration and held-out rows."""
 
@@ -80,7 +90,7 @@ class _Subject:
             bytes=choice.cache_bytes(converted),
             of=original_bytes,
             titles=sorted({layer_method.title for layer_method in chosen.methods}),
-            perplexity=self.perplexities(converted),
+            perplexity=self.perplexities(_InMemory(converted)),
             outputs_lost=getattr(converted, "outputs_lost", {}),
             compared=dict(chosen.compared),
         )

@@ -40,7 +40,9 @@ def converted_model(
 
 
 class RefittedModel(ConvertedModel):
-    """A converted model with regressed output projections; layers are read in order, once.
+    """A converted model with regressed output projections; layers are read in order.
+
+    Whenever the first layer is read, the original's pass begins anew.
 
     Attributes:
       outputs_lost: by layer, the share of the outputs' energy that is lost on rows set apart,
@@ -52,9 +54,14 @@ class RefittedModel(ConvertedModel):
     ):
         super().__init__(source, by_layer, moments)
         self.outputs_lost: dict[int, tuple[float, float]] = {}
-        self._observed = _observe(source, rows_BT)
+        self._rows_BT, self._next = rows_BT, 0
 
     def _attention(self, index: int) -> dict[Path, np.ndarray]:
+        if index == 0:
+            self._observed, self._next = _observe(self._source, self._rows_BT), 0
+        if index != self._next:
+            raise ValueError(f"layer {index} is read, layer {self._next} is the next")
+        self._next += 1
         weights, batches = super()._attention(index), next(self._observed)
         heads = _heads(self.transformer, index, weights, length=batches[0][0].shape[1])
         rows = [

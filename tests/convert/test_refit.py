@@ -61,3 +61,20 @@ def test_outputs_are_regressed_where_that_helps(factor, biases):
         if factor == 1:
             out = model_lib.read_layer(source, i, "attention")["out"]
             np.testing.assert_allclose(found["out"], out, atol=1e-6)
+
+
+def test_layers_are_read_in_order_and_may_be_read_again():
+    """A second pass gives the same weights; a layer out of order is no silent mistake."""
+    source = workdirs.Made(workdirs.config("llama", workdirs.grouped(2, 2, **workdirs.PLAIN)))
+    rows_BT = np.random.default_rng(0).integers(0, 257, (3, 24))
+    moments = calibration.moments(source, rows_BT)
+    model = RefittedModel(source, [Scaled(0.5)] * workdirs.LAYERS, moments, rows_BT)
+
+    def read():
+        return [model_lib.read_layer(model, i, "attention")["out"] for i in range(workdirs.LAYERS)]
+
+    for first, second in zip(read(), read(), strict=True):
+        np.testing.assert_array_equal(first, second)
+    model_lib.read_layer(model, 0, "attention")
+    with pytest.raises(ValueError, match="layer 2 is read, layer 1 is the next"):
+        model_lib.read_layer(model, 2, "attention")
