@@ -444,6 +444,8 @@ def _run_command(case: Case, folder: pathlib.Path, ready: int) -> None:
     """Opens the streams as a shell does, then runs the command in this child."""
     os.chdir(folder)
     os.environ.update(case.environment)
+    # A background job of a shell script ignores the signal, and so would this child.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         _open(number, getattr(case, name), folder.with_name(name))
     if case.how == STARTED:
