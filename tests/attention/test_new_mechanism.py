@@ -22,6 +22,7 @@ from kvjax.distributed import sharding
 from kvjax.kernels.decode_attention.cache_layouts.layout import (
     DecodeFlops,
     DecodeInputs,
+    Tiles,
     pytree,
     static,
 )
@@ -52,7 +53,7 @@ class OuterProductInputs(DecodeInputs):
         return _Tiles(self)
 
 
-class _Tiles:
+class _Tiles(Tiles):
     large_logits = True  # the products of all ranks are as large as a tile
 
     def __init__(self, inputs):

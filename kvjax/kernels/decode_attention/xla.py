@@ -8,7 +8,7 @@ precision, even if the query is wider.
 On CPU XLA copies a slice before a matrix product reads it, which takes three times as long as
 reading the array itself. With one query per sequence the CPU therefore reads the whole cache at
 once if the longest sequence fills a quarter of it; temporaries are then the logits of all tokens.
-Only keys that must be rebuilt are still processed by tiles.
+Only keys that must be rebuilt, and low-rank residuals of keys under RoPE, are processed by tiles.
 """
 
 from collections.abc import Mapping
@@ -146,10 +146,11 @@ def attend_at_once(
 
         def step(i, z_BNTS):
             start, tile = problem.tile(i)
-            z_BNTs = tiles.logits(tile, stripes.position(start))
+            z_BNTs = tiles.tile_logits(tile, stripes.position(start))
             return jax.lax.dynamic_update_slice_in_dim(z_BNTS, z_BNTs, start, axis=-1)
 
         z_BNTS = problem.for_tiles(step, jnp.zeros((B, N, T, problem.S), problem.wide))
+        z_BNTS = tiles.add_direct(z_BNTS, cache)
     else:
         z_BNTS = tiles.logits(cache, jnp.zeros((), jnp.int32))
     z_BNTS, visible_BNTS = problem.masked(z_BNTS, jnp.zeros((), jnp.int32), 0)

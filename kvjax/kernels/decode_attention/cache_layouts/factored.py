@@ -15,6 +15,7 @@ from kvjax.kernels.decode_attention.cache_layouts.layout import (
     Cache,
     DecodeFlops,
     DecodeInputs,
+    Tiles,
     pytree,
     repeat_heads,
     rotated,
@@ -56,7 +57,7 @@ class FactoredInputs(DecodeInputs):
         return _Tiles(self)
 
 
-class _Tiles:
+class _Tiles(Tiles):
     def __init__(self, inputs: FactoredInputs):
         self.inputs = inputs
         self.q_BNTH = jnp.moveaxis(inputs.query, 2, 1)

@@ -12,6 +12,7 @@ from kvjax.kernels.decode_attention.cache_layouts.layout import (
     Cache,
     DecodeFlops,
     DecodeInputs,
+    Tiles,
     pytree,
     static,
 )
@@ -32,7 +33,7 @@ class GroupedInputs(DecodeInputs):
         return _Tiles(self)
 
 
-class _Tiles:
+class _Tiles(Tiles):
     large_logits = False
 
     def __init__(self, inputs: GroupedInputs):

@@ -11,6 +11,7 @@ from kvjax.kernels.decode_attention.cache_layouts.layout import (
     Cache,
     DecodeFlops,
     DecodeInputs,
+    Tiles,
     pytree,
     static,
 )
@@ -58,7 +59,7 @@ def with_zeros(query_BTNC: jax.Array, C: int) -> jax.Array:
     return jnp.pad(query_BTNC, [(0, 0)] * 3 + [(0, missing)]) if missing else query_BTNC
 
 
-class LatentTiles:
+class LatentTiles(Tiles):
     """Scores and sums of latents; values are expanded once, from the weighted sums."""
 
     large_logits = False

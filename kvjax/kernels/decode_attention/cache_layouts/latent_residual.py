@@ -18,6 +18,7 @@ from kvjax.kernels.decode_attention.cache_layouts.layout import (
     Cache,
     DecodeFlops,
     DecodeInputs,
+    Tiles,
     pytree,
     static,
 )
@@ -57,7 +58,7 @@ class LatentResidualInputs(DecodeInputs):
         )
 
 
-class _Tiles:
+class _Tiles(Tiles):
     large_logits = False
 
     def __init__(self, inputs: LatentResidualInputs):

@@ -92,6 +92,14 @@ class Tiles(Protocol):
     def logits(self, tile: Cache, start: jax.Array) -> jax.Array:
         """Returns logits [B, N, T, s], neither scaled nor masked."""
 
+    def tile_logits(self, tile: Cache, start: jax.Array) -> jax.Array:
+        """Returns the part of `logits` that has temporaries as large as the tile."""
+        return self.logits(tile, start)
+
+    def add_direct(self, z_BNTs: jax.Array, tile: Cache) -> jax.Array:
+        """Completes `tile_logits`, of a tile or of the whole cache, to `logits`."""
+        return z_BNTs
+
     def weighted_sums(self, p_BNTs: jax.Array, tile: Cache) -> tuple[jax.Array, ...]:
         """Returns weighted sums over the tile, [B, N, T, width] each; the caller adds tiles."""
 

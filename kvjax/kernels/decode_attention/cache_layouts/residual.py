@@ -19,6 +19,7 @@ from kvjax.kernels.decode_attention.cache_layouts.layout import (
     Cache,
     DecodeFlops,
     DecodeInputs,
+    Tiles,
     pytree,
     repeat_heads,
     rotated,
@@ -64,7 +65,7 @@ class ResidualInputs(DecodeInputs):
         return "residual" + rotates + ("_normed" if "key_scale" in cache else "")
 
 
-class _Tiles:
+class _Tiles(Tiles):
     def __init__(self, inputs: ResidualInputs):
         self.inputs = inputs
         self.q_BNTH = jnp.moveaxis(inputs.query, 2, 1)
@@ -82,21 +83,25 @@ class _Tiles:
         return cache["base_value"].shape[2], cache["residual_value"].shape[2]
 
     def logits(self, tile: Cache, start: jax.Array) -> jax.Array:
+        return self.add_direct(self.tile_logits(tile, start), tile)
+
+    def tile_logits(self, tile: Cache, start: jax.Array) -> jax.Array:
         latent_BKRs = tile["residual_key"]
         if self.u_BNTR is None and self.absorbed is None:  # several queries share a rebuilt key
             k_BKHs = jnp.einsum("BKRs,KRH->BKHs", latent_BKRs, self.inputs.expand_key)
             k_BKHs = tiles.rotate(k_BKHs, start, self.inputs.rope_base)
             base_BKHs = tiles.spread(tile["base_key"], k_BKHs.shape[1])
-            z_BNTs = tiles.dot(self.q_BNTH, base_BKHs + k_BKHs)
-        else:
-            z_BNTs = tiles.dot(self.q_BNTH, tile["base_key"])
-            if self.u_BNTR is not None:
-                z_BNTs = z_BNTs + tiles.dot(self.u_BNTR, latent_BKRs)
-            else:
-                w_BKRs = rotating.rank_space_queries(
-                    self.absorbed, start, latent_BKRs.shape[-1], self.inputs.rope_base
-                )
-                z_BNTs = z_BNTs + jnp.sum(w_BKRs * latent_BKRs, axis=2)[:, :, None]
+            return tiles.dot(self.q_BNTH, base_BKHs + k_BKHs)
+        if self.u_BNTR is not None:
+            return tiles.dot(self.u_BNTR, latent_BKRs)
+        w_BKRs = rotating.rank_space_queries(
+            self.absorbed, start, latent_BKRs.shape[-1], self.inputs.rope_base
+        )
+        return jnp.sum(w_BKRs * latent_BKRs, axis=2)[:, :, None]
+
+    def add_direct(self, z_BNTs: jax.Array, tile: Cache) -> jax.Array:
+        if self.u_BNTR is not None or self.absorbed is not None:
+            z_BNTs = z_BNTs + tiles.dot(self.q_BNTH, tile["base_key"])
         return tiles.scaled(z_BNTs, tile)
 
     def weighted_sums(self, p_BNTs: jax.Array, tile: Cache) -> tuple[jax.Array, ...]:

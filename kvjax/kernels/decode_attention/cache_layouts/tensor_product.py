@@ -9,6 +9,7 @@ from kvjax.kernels.decode_attention.cache_layouts.layout import (
     Cache,
     DecodeFlops,
     DecodeInputs,
+    Tiles,
     pytree,
     static,
 )
@@ -34,7 +35,7 @@ class TensorProductInputs(DecodeInputs):
         return _Tiles(self)
 
 
-class _Tiles:
+class _Tiles(Tiles):
     large_logits = True  # logits of all ranks are as large as a tile
 
     def __init__(self, inputs: TensorProductInputs):

@@ -11,6 +11,7 @@ from kvjax.kernels.decode_attention.cache_layouts.layout import (
     Cache,
     DecodeFlops,
     DecodeInputs,
+    Tiles,
     normed_and_rotated,
     pytree,
     repeat_heads,
@@ -50,7 +51,7 @@ def _fuses_rotation(queries: int, keys: int, *, rotates: bool, gain: bool) -> bo
     return rotates and not gain and queries <= keys
 
 
-class _Tiles:
+class _Tiles(Tiles):
     large_logits = True
 
     def __init__(self, inputs: TiedInputs):
