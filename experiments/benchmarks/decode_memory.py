@@ -45,7 +45,8 @@ def step_memory(
     """Returns bytes of a step (one token per sequence -> logits and cache, which is donated)."""
 
     def make() -> Decoder:
-        return Decoder(Transformer(config, jax.random.key(0)), Compute(dtype=BF16))
+        packed = device.platform != "cpu"
+        return Decoder(Transformer(config, jax.random.key(0)), Compute(dtype=BF16), packed=packed)
 
     graph, state = nnx.split(nnx.eval_shape(make))
     cache = cache_lib.abstract(config.mechanisms, batch=batch, capacity=length, dtype=BF16)

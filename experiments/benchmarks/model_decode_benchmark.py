@@ -52,7 +52,9 @@ class Stepper:
         self.config, self._implementation = config, implementation
 
         def make() -> Decoder:
-            return Decoder(Transformer(config, jax.random.key(0)), Compute(dtype=BF16))
+            packed = jax.default_backend() != "cpu"  # as `Generator` does
+            model = Transformer(config, jax.random.key(0))
+            return Decoder(model, Compute(dtype=BF16), packed=packed)
 
         self._graph, state = nnx.split(nnx.eval_shape(make))
         self._shapes = nnx.to_pure_dict(state)

@@ -1,4 +1,4 @@
-"""Memory and collectives of a compiled program, read from its executable.
+"""Memory, launches and collectives of a compiled program, read from its executable.
 
 XLA's text after optimisation contains every collective, but not how often it runs: that follows
 from the loops around it. Some collectives are hard to recognise. A TPU's reduce-scatter is a fusion
@@ -29,6 +29,7 @@ KINDS = (
     "ragged-all-to-all",
     "collective-broadcast",
 )
+_NOT_LAUNCHED = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast"}
 _OPCODE = re.compile(r" ([a-z][\w\-]*)\(")
 _TYPE = re.compile(r"\b(pred|token|[a-z]+\d+\w*)\[([\d,]*)\]")
 _CALLS = re.compile(r"(?:calls|to_apply|body|true_computation|false_computation)=%?([\w.\-]+)")
@@ -100,6 +101,21 @@ def summary(items: Sequence[Collective]) -> list[dict]:
         row["wire_bytes"] += c.times * c.wire_bytes
     rows = [dict(kind=kind, scope=scope) | row for (kind, scope), row in totals.items()]
     return sorted(rows, key=lambda row: -row["wire_bytes"])
+
+
+def launches(text: str) -> dict[str, str]:
+    """Returns the programs that one call of an optimised HLO module launches on a GPU.
+
+    A fusion, a product, a copy and a custom call are a program each, and so is a loop or a
+    conditional: their bodies are not counted.
+
+    Returns:
+      Types of results by the instruction's name, in order.
+    """
+    module = _Module(text)
+    instructions = module.computations[module.entry].values()
+    launched = (i for i in instructions if i.opcode not in _NOT_LAUNCHED)
+    return {i.name: i.type for i in launched if not i.opcode.endswith("-done")}
 
 
 def collectives(text: str) -> list[Collective]:

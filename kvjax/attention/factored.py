@@ -33,7 +33,7 @@ from kvjax.kernels.decode_attention.cache_layouts import DecodeFlops, DecodeInpu
 from kvjax.kernels.decode_attention.cache_layouts.factored import FactoredSizes
 from kvjax.layers.norm import inverse_rms
 from kvjax.layers.rope import Base, Positions
-from kvjax.layers.weight import affine, weight
+from kvjax.layers.weight import weight
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,6 +109,8 @@ class FactoredConfig(MechanismConfig):
 class Factored(Mechanism):
     """Projections to queries and latents, and the factors that expand latents to heads."""
 
+    packable = ("key", "value", "query", "query_down")
+
     def __init__(self, config: FactoredConfig, d_model: int, *, rngs: nnx.Rngs):
         self.config = c = config
         sizes = dict(D=d_model, N=c.num_heads, K=c.num_kv_heads, J=c.num_latents)
@@ -130,11 +132,8 @@ class Factored(Mechanism):
         self.add_query_latent(d_model, rngs=rngs)
 
     def project(self, x_BTD: jax.Array, positions: Positions) -> tuple[jax.Array, dict]:
-        q_BTNH = affine(self.query_input(x_BTD), self.query, self.query_bias)
-        raw = {
-            "key": affine(x_BTD, self.key, self.key_bias),
-            "value": affine(x_BTD, self.value, self.value_bias),
-        }
+        q_BTNH = self.product(self.query_input(x_BTD), "query")
+        raw = {name: self.product(x_BTD, name) for name in ("key", "value")}
         return normalise_and_rotate(q_BTNH, self.query_norm, positions.rotary), raw
 
     def keys_values(self, raw: dict, positions: Positions) -> tuple[jax.Array, jax.Array]:

@@ -51,7 +51,7 @@ from kvjax.kernels.decode_attention.cache_layouts.residual import ResidualSizes
 from kvjax.kernels.decode_attention.cache_layouts.tied import TiedSizes
 from kvjax.layers.norm import inverse_rms
 from kvjax.layers.rope import Base, Positions, rotate
-from kvjax.layers.weight import affine, weight
+from kvjax.layers.weight import weight
 
 TIES = ("none", "kv", "qk", "qkv")
 ROPES = ("full", "shared")
@@ -243,6 +243,8 @@ class GroupedConfig(MechanismConfig):
 class Grouped(Mechanism):
     """Projections to queries, bases and residual latents, and the residuals' factors B."""
 
+    packable = ("base_key", "latent_key", "base_value", "latent_value", "query", "query_down")
+
     def __init__(
         self, config: GroupedConfig, d_model: int, *, rngs: nnx.Rngs, query_width: int = 0
     ):
@@ -307,13 +309,13 @@ class Grouped(Mechanism):
     def raw(self, x_BTD: jax.Array) -> dict[str, jax.Array]:
         """Projects [B, T, D] to bases [B, T, J, H] and residual latents [B, T, K, R]."""
         c = self.config
-        raw = {"base_key": affine(x_BTD, self.base_key, self.base_key_bias)}
+        raw = {"base_key": self.product(x_BTD, "base_key")}
         if not c.ties_values:
-            raw["base_value"] = affine(x_BTD, self.base_value, self.base_value_bias)
+            raw["base_value"] = self.product(x_BTD, "base_value")
         if c.rank:
-            raw["residual_key"] = affine(x_BTD, self.latent_key, self.latent_key_bias)
+            raw["residual_key"] = self.product(x_BTD, "latent_key")
             if not c.ties_values:
-                raw["residual_value"] = affine(x_BTD, self.latent_value, self.latent_value_bias)
+                raw["residual_value"] = self.product(x_BTD, "latent_value")
         return raw
 
     def queries(self, x_BTD: jax.Array, raw: dict, positions: Positions) -> jax.Array:
@@ -322,7 +324,7 @@ class Grouped(Mechanism):
         if c.ties_queries:
             q_BTNH = raw["base_key"]
         else:
-            q_BTNH = affine(self.query_input(x_BTD), self.query, self.query_bias)
+            q_BTNH = self.product(self.query_input(x_BTD), "query")
         if not c.splits_rope:
             q_BTNH = normalise_and_rotate(q_BTNH, self.query_norm, positions.rotary)
         else:

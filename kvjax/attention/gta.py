@@ -27,7 +27,7 @@ from kvjax.kernels.decode_attention import cache_layouts
 from kvjax.kernels.decode_attention.cache_layouts import DecodeFlops, DecodeInputs
 from kvjax.kernels.decode_attention.cache_layouts.latent import LatentSizes
 from kvjax.layers.rope import Base, Positions
-from kvjax.layers.weight import linear, weight
+from kvjax.layers.weight import weight
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,6 +77,8 @@ class GTAConfig(MechanismConfig):
 class GTA(Mechanism):
     """Values per KV head whose first channels are also keys, and one shared rotated key."""
 
+    packable = ("latent", "rope_key", "query", "query_down")
+
     def __init__(self, config: GTAConfig, d_model: int, *, rngs: nnx.Rngs):
         self.config = c = config
         sizes = dict(D=d_model, N=c.num_heads, K=c.num_kv_heads, H=c.key_dim, P=c.rope_key_dim)
@@ -91,14 +93,14 @@ class GTA(Mechanism):
 
     def project(self, x_BTD: jax.Array, positions: Positions) -> tuple[jax.Array, dict]:
         c = self.config
-        q_BTNH = linear(self.query_input(x_BTD), self.query[...])
+        q_BTNH = self.product(self.query_input(x_BTD), "query")
         q_BTNH, q_BTNP = jnp.split(q_BTNH, [c.content_dim], axis=-1)
         q_BTNH = normalise_and_rotate(q_BTNH, self.query_norm, None)
-        raw = {"latent": linear(x_BTD, self.latent[...])}
+        raw = {"latent": self.product(x_BTD, "latent")}
         if not c.rope_key_dim:
             return q_BTNH, raw
         q_BTNP = normalise_and_rotate(q_BTNP, self.rope_query_norm, positions.rotary)
-        k_BT1P = linear(x_BTD, self.rope_key[...])[:, :, None]
+        k_BT1P = self.product(x_BTD, "rope_key")[:, :, None]
         k_BT1P = normalise_and_rotate(k_BT1P, self.rope_key_norm, positions.rotary)
         return jnp.concatenate([q_BTNH, q_BTNP], axis=-1), raw | {"rope_key": k_BT1P[:, :, 0]}
 

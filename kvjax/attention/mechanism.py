@@ -10,6 +10,7 @@ import math
 
 from flax import nnx
 import jax
+import jax.numpy as jnp
 
 from kvjax.cache.field import Field
 from kvjax.foundation.configuration import between, one_of
@@ -17,7 +18,7 @@ from kvjax.foundation.errors import UserError
 from kvjax.kernels.decode_attention.cache_layouts import DecodeFlops, DecodeInputs
 from kvjax.layers.norm import Norm
 from kvjax.layers.rope import Base, Positions, Rotary, rotate
-from kvjax.layers.weight import linear, weight
+from kvjax.layers.weight import add_bias, affine, linear, weight
 
 MAX_DIM = 1 << 16  # largest number of heads, channels or ranks that a config may have
 QK_NORMS = ("none", "rms", "rms_gain")
@@ -126,6 +127,8 @@ class Mechanism(nnx.Module):
     """
 
     config: MechanismConfig
+    packable: tuple[str, ...] = ()  # weights of the input that only `product` reads
+    packed_columns = ()  # after `pack`: (weight, its first column, its output dims)
 
     def project(self, x_BTD: jax.Array, positions: Positions) -> tuple[jax.Array, dict]:
         """Returns queries q_BTNH, normed and rotated, and raw."""
@@ -160,6 +163,39 @@ class Mechanism(nnx.Module):
         del positions
         return o_BTNV
 
+    # -- products with the input -------------------------------------------------------------------
+
+    def product(self, x_BTD: jax.Array, name: str) -> jax.Array:
+        """Returns the product of the input with the weight `name`, plus its bias, if any."""
+        bias = getattr(self, f"{name}_bias", None)
+        for packed_name, begin, dims in self.packed_columns:
+            if packed_name == name:
+                # The same product for every name: XLA computes it once.
+                y_BTE = linear(x_BTD, self.packed[...])
+                y_BTE = y_BTE[..., begin : begin + math.prod(dims)]
+                return add_bias(y_BTE.reshape(*y_BTE.shape[:-1], *dims), bias)
+        return affine(x_BTD, getattr(self, name), bias)
+
+    def pack(self) -> None:
+        """Replaces the `packable` weights of the input by one matrix `packed`, for decoding.
+
+        XLA on a GPU merges the products of several matrices, but concatenates the matrices in
+        every step (22 MB per layer of LRKV at d36).
+        """
+        params = {name: getattr(self, name, None) for name in self.packable}
+        # Low-rank queries are products of a latent, not of the input.
+        params = {n: p for n, p in params.items() if p is not None and p.axes.startswith("D ->")}
+        if not params:
+            return
+        matrices, columns, begin = [], [], 0
+        for name, param in params.items():
+            matrices.append(param[...].reshape(param.shape[0], -1))
+            columns.append((name, begin, param.shape[1:]))
+            begin += matrices[-1].shape[1]
+            setattr(self, name, None)
+        self.packed = nnx.Param(jnp.concatenate(matrices, axis=1))
+        self.packed_columns = tuple(columns)
+
     # -- low-rank queries --------------------------------------------------------------------------
 
     def query_weight(self, output: str, d_model: int, *, rngs: nnx.Rngs, **sizes: int) -> nnx.Param:
@@ -182,7 +218,7 @@ class Mechanism(nnx.Module):
         """Returns the query projection's input: x or, with query_rank, norm(x W) [B, T, Cq]."""
         if not self.config.query_rank:
             return x_BTD
-        latent_BTC = self.query_latent_norm(linear(x_BTD, self.query_down[...]))
+        latent_BTC = self.query_latent_norm(self.product(x_BTD, "query_down"))
         return scaled_latent(self.config, latent_BTC, x_BTD.shape[-1])
 
 

@@ -74,6 +74,8 @@ class MFAKRConfig(MechanismConfig):
 class MFAKR(Mechanism):
     """Projections to queries and keys, and the map from keys to values."""
 
+    packable = ("base_key", "query", "query_down")
+
     def __init__(self, config: MFAKRConfig, d_model: int, *, rngs: nnx.Rngs):
         self.config = c = config
         sizes = dict(D=d_model, N=c.num_heads, K=c.num_kv_heads, H=c.key_dim)
@@ -86,9 +88,9 @@ class MFAKR(Mechanism):
         self.add_query_latent(d_model, rngs=rngs)
 
     def project(self, x_BTD: jax.Array, positions: Positions) -> tuple[jax.Array, dict]:
-        q_BTNH = linear(self.query_input(x_BTD), self.query[...])
+        q_BTNH = self.product(self.query_input(x_BTD), "query")
         q_BTNH = normalise_and_rotate(q_BTNH, self.query_norm, positions.rotary)
-        return q_BTNH, {"base_key": linear(x_BTD, self.base_key[...])}
+        return q_BTNH, {"base_key": self.product(x_BTD, "base_key")}
 
     def keys_values(self, raw: dict, positions: Positions) -> tuple[jax.Array, jax.Array]:
         k_BTKH = raw["base_key"]

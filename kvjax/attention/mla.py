@@ -28,7 +28,7 @@ from kvjax.kernels.decode_attention import cache_layouts
 from kvjax.kernels.decode_attention.cache_layouts import DecodeFlops, DecodeInputs
 from kvjax.kernels.decode_attention.cache_layouts.latent import LatentSizes
 from kvjax.layers.rope import Base, Positions
-from kvjax.layers.weight import affine, linear, weight
+from kvjax.layers.weight import linear, weight
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,6 +76,7 @@ class MLAConfig(MechanismConfig):
 class MLA(Mechanism):
     """Content keys and values from a normed latent, position from one shared key."""
 
+    packable = ("down", "rope_key", "query", "rope_query", "query_down")
     latents = ""  # axes over several latents: "J" in GLA, "G J" in MLRA
 
     def __init__(self, config: MLAConfig, d_model: int, *, rngs: nnx.Rngs):
@@ -105,12 +106,12 @@ class MLA(Mechanism):
 
     def project(self, x_BTD: jax.Array, positions: Positions) -> tuple[jax.Array, dict]:
         query_input = self.query_input(x_BTD)
-        q_BTNH = affine(query_input, self.query, self.query_bias)
+        q_BTNH = self.product(query_input, "query")
         q_BTNH = normalise_and_rotate(q_BTNH, self.query_norm, None)
-        q_BTNP = affine(query_input, self.rope_query, self.rope_query_bias)
+        q_BTNP = self.product(query_input, "rope_query")
         q_BTNP = normalise_and_rotate(q_BTNP, self.rope_query_norm, positions.rotary)
-        k_BT1P = affine(x_BTD, self.rope_key, self.rope_key_bias)[:, :, None]
-        latent_BTC = linear(x_BTD, self.down[...])
+        k_BT1P = self.product(x_BTD, "rope_key")[:, :, None]
+        latent_BTC = self.product(x_BTD, "down")
         if self.latent_norm is not None:
             latent_BTC = scaled_latent(self.config, self.latent_norm(latent_BTC), x_BTD.shape[-1])
         raw = {

@@ -22,7 +22,7 @@ from kvjax.kernels.decode_attention import cache_layouts
 from kvjax.kernels.decode_attention.cache_layouts import DecodeFlops, DecodeInputs
 from kvjax.kernels.decode_attention.cache_layouts.latent_residual import LatentResidualSizes
 from kvjax.layers.rope import Base, Positions
-from kvjax.layers.weight import linear, weight
+from kvjax.layers.weight import weight
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,6 +63,8 @@ class MLALRKVConfig(MLAConfig):
 class MLALRKV(MLA):
     """MLA with a low-rank residual per head, computed from the input."""
 
+    packable = (*MLA.packable, "latent_key", "latent_value")
+
     def __init__(self, config: MLALRKVConfig, d_model: int, *, rngs: nnx.Rngs):
         super().__init__(config, d_model, rngs=rngs)
         if config.rank:  # drawn last, so that models of equal seed share all other weights
@@ -76,8 +78,8 @@ class MLALRKV(MLA):
     def project(self, x_BTD: jax.Array, positions: Positions) -> tuple[jax.Array, dict]:
         q_BTNH, raw = super().project(x_BTD, positions)
         if self.config.rank:
-            raw["residual_key"] = linear(x_BTD, self.latent_key[...])
-            raw["residual_value"] = linear(x_BTD, self.latent_value[...])
+            raw["residual_key"] = self.product(x_BTD, "latent_key")
+            raw["residual_value"] = self.product(x_BTD, "latent_value")
         return q_BTNH, raw
 
     def expand_latent(self, raw: dict) -> tuple[jax.Array, jax.Array]:

@@ -61,6 +61,8 @@ class PaperMLAConfig(MechanismConfig):
 class PaperMLA(Mechanism):
     """Projections with W_K,h = W_down W_up,h (LRKV Table 1)."""
 
+    packable = ("down", "query", "query_down")
+
     def __init__(self, config: PaperMLAConfig, d_model: int, *, rngs: nnx.Rngs):
         self.config = c = config
         sizes = dict(D=d_model, N=c.num_heads, C=c.latent_dim, H=c.key_dim)
@@ -73,9 +75,9 @@ class PaperMLA(Mechanism):
         self.add_query_latent(d_model, rngs=rngs)
 
     def project(self, x_BTD: jax.Array, positions: Positions) -> tuple[jax.Array, dict]:
-        q_BTNH = linear(self.query_input(x_BTD), self.query[...])
+        q_BTNH = self.product(self.query_input(x_BTD), "query")
         q_BTNH = normalise_and_rotate(q_BTNH, self.query_norm, positions.rotary)
-        return q_BTNH, {"latent": linear(x_BTD, self.down[...])}
+        return q_BTNH, {"latent": self.product(x_BTD, "down")}
 
     def keys_values(self, raw: dict, positions: Positions) -> tuple[jax.Array, jax.Array]:
         k_BTNH = linear(raw["latent"], self.up_key[...])

@@ -28,7 +28,7 @@ from kvjax.kernels.decode_attention import cache_layouts
 from kvjax.kernels.decode_attention.cache_layouts import DecodeFlops, DecodeInputs
 from kvjax.kernels.decode_attention.cache_layouts.latent import LatentSizes
 from kvjax.layers.rope import Base, Positions, Rotary, rotate
-from kvjax.layers.weight import linear, weight
+from kvjax.layers.weight import weight
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,6 +69,8 @@ class SharedKVConfig(MechanismConfig):
 class SharedKV(Mechanism):
     """Projections to queries and to the shared keys and values."""
 
+    packable = ("latent", "query", "query_down")
+
     def __init__(self, config: SharedKVConfig, d_model: int, *, rngs: nnx.Rngs):
         self.config = c = config
         sizes = dict(D=d_model, N=c.num_heads, K=c.num_kv_heads, H=c.key_dim)
@@ -79,10 +81,10 @@ class SharedKV(Mechanism):
         self.add_query_latent(d_model, rngs=rngs)
 
     def project(self, x_BTD: jax.Array, positions: Positions) -> tuple[jax.Array, dict]:
-        q_BTNH = linear(self.query_input(x_BTD), self.query[...])
+        q_BTNH = self.product(self.query_input(x_BTD), "query")
         if self.query_norm is not None:
             q_BTNH = self.query_norm(q_BTNH)
-        latent_BTKH = self.latent_norm(linear(x_BTD, self.latent[...]))
+        latent_BTKH = self.latent_norm(self.product(x_BTD, "latent"))
         latent_BTKH = scaled_latent(self.config, latent_BTKH, x_BTD.shape[-1])
         latent_BTKH = self._rotate_last(latent_BTKH, positions.rotary)
         return self._rotate_last(q_BTNH, positions.rotary), {"latent": latent_BTKH}

@@ -29,7 +29,7 @@ from kvjax.kernels.decode_attention.cache_layouts import DecodeFlops, DecodeInpu
 from kvjax.kernels.decode_attention.cache_layouts.tensor_product import TensorProductSizes
 from kvjax.layers.norm import inverse_rms
 from kvjax.layers.rope import Base, Positions
-from kvjax.layers.weight import linear, weight
+from kvjax.layers.weight import weight
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,6 +95,17 @@ class TPAConfig(MechanismConfig):
 class TPA(Mechanism):
     """Projections to head factors and channel factors of queries, keys and values."""
 
+    packable = (
+        "key_head",
+        "key_factor",
+        "value_head",
+        "value_factor",
+        "query",
+        "query_head",
+        "query_factor",
+        "query_down",
+    )
+
     def __init__(self, config: TPAConfig, d_model: int, *, rngs: nnx.Rngs):
         self.config = c = config
 
@@ -116,11 +127,11 @@ class TPA(Mechanism):
     def project(self, x_BTD: jax.Array, positions: Positions) -> tuple[jax.Array, dict]:
         c = self.config
         if c.query_factors:
-            factors = (linear(x_BTD, w[...]) for w in (self.query_head, self.query_factor))
+            factors = (self.product(x_BTD, name) for name in ("query_head", "query_factor"))
             q_BTNH = _product(*factors) / c.query_factors
         else:
-            q_BTNH = linear(self.query_input(x_BTD), self.query[...])
-        raw = {name: linear(x_BTD, getattr(self, name)[...]) for name in c.entry()}
+            q_BTNH = self.product(self.query_input(x_BTD), "query")
+        raw = {name: self.product(x_BTD, name) for name in c.entry()}
         raw["key_head"] = raw["key_head"] / c.key_rank
         raw["value_head"] = raw["value_head"] / c.value_rank
         return normalise_and_rotate(q_BTNH, self.query_norm, positions.rotary), raw

@@ -12,7 +12,7 @@ from kvjax.foundation.configuration import one_of
 from kvjax.foundation.errors import UserError
 from kvjax.kernels.decode_attention import api, sharded
 from kvjax.model.config import TransformerConfig
-from kvjax.model.decoder import Decoder
+from kvjax.model.decoder import Decoder, packs
 from kvjax.model.transformer import Compute, Transformer
 
 
@@ -45,7 +45,8 @@ class Engine:
             raise UserError("config.model.causal = False: only a causal model can generate")
         self.config, self.compute = model.config, compute
         # Not jitted: XLA takes seconds to compile one program that slices hundreds of layers.
-        graph, weights = nnx.split(Decoder(model, compute))
+        packed = all(packs(w.sharding) for w in jax.tree.leaves(nnx.state(model)))
+        graph, weights = nnx.split(Decoder(model, compute, packed=packed))
         self.weights = nnx.to_pure_dict(weights)
         self.sharding = _replicated_like(self.weights)
         if mesh is not None:

@@ -23,7 +23,7 @@ from kvjax.decoding.sampling import Sampling
 from kvjax.foundation.configuration import at_least
 from kvjax.foundation.errors import UserError
 from kvjax.model.config import TransformerConfig
-from kvjax.model.decoder import Decoder
+from kvjax.model.decoder import Decoder, packs
 from kvjax.model.transformer import Compute, Transformer
 
 IN_BFLOAT16 = Compute(dtype=jnp.dtype(jnp.bfloat16))
@@ -204,9 +204,11 @@ def lowered_step(
     sharding = replicated(mesh)
     chips = num_chips(sharding)
     check_capacity(config, length, chips, key="length")
-    graph, weights = nnx.split(
-        nnx.eval_shape(lambda: Decoder(Transformer(config, jax.random.key(0)), compute))
-    )
+
+    def make() -> Decoder:
+        return Decoder(Transformer(config, jax.random.key(0)), compute, packed=packs(sharding))
+
+    graph, weights = nnx.split(nnx.eval_shape(make))
     cache = cache_lib.abstract(
         config.mechanisms, batch=batch, capacity=length, dtype=compute.dtype, chips=chips
     )

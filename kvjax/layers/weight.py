@@ -200,7 +200,11 @@ linear.defvjp(_linear_forward, _linear_backward)
 
 def affine(x: jax.Array, w: nnx.Param, bias: nnx.Param | None) -> jax.Array:
     """Applies `linear`, then adds the bias [*out] if there is one."""
-    y = linear(x, w[...])
+    return add_bias(linear(x, w[...]), bias)
+
+
+def add_bias(y: jax.Array, bias: nnx.Param | None) -> jax.Array:
+    """Adds a bias [*out] to [..., *out], if there is one."""
     if bias is None:
         return y
-    return y + jnp.expand_dims(bias[...], tuple(range(x.ndim - 1)))
+    return y + jnp.expand_dims(bias[...], tuple(range(y.ndim - bias.ndim)))

@@ -19,7 +19,13 @@ class Decoder(Transformer):
     would copy all weights at every step.
     """
 
-    def __init__(self, model: Transformer, compute: Compute = Compute()):
+    def __init__(self, model: Transformer, compute: Compute = Compute(), *, packed: bool = False):
+        """Casts and unstacks the weights.
+
+        Args:
+          packed: replace the projections of each layer's input by one matrix
+            (`Mechanism.pack`); see `packs`.
+        """
         self.config = model.config
         self.compute = compute
         graph, weights = nnx.split(model)
@@ -34,7 +40,10 @@ class Decoder(Transformer):
             graph, weights = nnx.split(group)
             stacks, tree = jax.tree.flatten(weights)
             for layer in zip(*(_unstacked(stack, length) for stack in stacks), strict=True):
-                self.layers.append(nnx.merge(graph, jax.tree.unflatten(tree, layer)))
+                block = nnx.merge(graph, jax.tree.unflatten(tree, layer))
+                if packed:
+                    block.attention.mechanism.pack()
+                self.layers.append(block)
 
     def __call__(
         self,
@@ -77,6 +86,16 @@ def _unstacked(stack: jax.Array, length: int) -> list[jax.Array]:
         layers = np.asarray(stack)  # a view; JAX does not donate a buffer that has one
         return [jax.device_put(layers[i], sharding, may_alias=True) for i in range(length)]
     return [stack[i] for i in range(length)]
+
+
+def packs(sharding: jax.sharding.Sharding) -> bool:
+    """Returns True if the projections of weights with this sharding are packed.
+
+    Not on a CPU, where a packed matrix would be a copy of weights that are views (`_unstacked`).
+    Not if weights are sharded: heads over `tensor` would lie across the parts of a packed matrix.
+    """
+    platforms = {device.platform for device in sharding.device_set}
+    return "cpu" not in platforms and sharding.is_fully_replicated
 
 
 def allocate(config: TransformerConfig, compute: Compute, *, batch: int, capacity: int) -> Cache:

@@ -134,6 +134,12 @@ def test_asynchronous_collectives_as_a_gpu_has_them():
     assert (reduce.bytes, reduce.wire_bytes) == (64, 64)
 
 
+def test_launches_leave_out_what_computes_nothing():
+    assert hlo.launches(_BRANCHES) == {"loop": "(f32[8], s32[])", "either": "f32[8]"}
+    started = hlo.launches((HLO / "gpu.hlo").read_text())
+    assert list(started) == ["while.3", "permute", "reduce"]
+
+
 def test_a_summary_adds_up_by_kind_and_scope():
     def made(kind, scope, times):
         return Collective(kind=kind, bytes=80, group=8, times=times, op_name=f"jit(f)/{scope}/dot")

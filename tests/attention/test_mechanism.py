@@ -1,5 +1,7 @@
 """The interface of mechanisms: shapes, dtypes, costs, defaults and checks of their configs."""
 
+import functools
+
 from flax import nnx
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,7 @@ from kvjax.cache.field import Field
 from kvjax.foundation.errors import UserError
 from kvjax.layers import rope
 from tests import quick
+from tests.compiled import compiled
 from tests.mechanisms import MECHANISMS as TESTED
 
 B, T, D, BASE = 2, 5, 16, 100.0
@@ -48,6 +51,27 @@ def test_shapes_and_dtypes_are_as_promised(make_mechanism, mechanism_name, dtype
             assert entry[name].dtype == field.dtype_in(dtype), name
     with pytest.raises(UserError, match="qk_norm = 'layer'.*'none', 'rms', 'rms_gain'"):
         make_mechanism(mechanism_name, qk_norm="layer")
+
+
+def test_packed_weights_give_the_same_projections(x64, make_mechanism, randomise, mechanism_name):
+    """`pack` leaves no other weight of the input, and as many elements."""
+    config = make_mechanism(mechanism_name, qk_norm="none")
+    module = randomise(lambda: config.build(D, rngs=nnx.Rngs(0)))[0]
+    x_BTD, positions = np.random.default_rng(0).normal(size=(B, T, D)), _positions(config, True)
+
+    def project(module):
+        return compiled(lambda x_BTD: module.project(x_BTD, positions), x_BTD)
+
+    def weights(module):
+        return nnx.state(module, nnx.Param).flat_state().leaves
+
+    expected, size = project(module), sum(w.size for w in weights(module))
+    module.pack()
+    assert sum(w.size for w in weights(module)) == size
+    of_input = [w for w in weights(module) if w.get_metadata().get("axes", "").startswith("D ->")]
+    assert not of_input and module.packed.shape[0] == D
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-12)
+    jax.tree.map(close, project(module), expected)
 
 
 RESIDUALS, LATENTS = ("expand_key", "expand_value"), ("up_key", "up_value")

@@ -1,6 +1,8 @@
 """A decode step writes its cache in place, and takes no memory that grows with it."""
 
 import dataclasses
+import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,7 @@ import pytest
 from experiments import d36
 from experiments.benchmarks import decode_memory
 from kvjax import config as config_lib
+from kvjax.aot import hlo
 from kvjax.decoding import program
 from kvjax.decoding.generator import Generator
 from kvjax.foundation.checkout import CONFIGS
@@ -136,3 +139,28 @@ def test_decode_step_on_a_gpu_writes_in_place_and_grows_with_nothing(name, batch
         assert step["kernel_calls"] == 2
         assert step["aliased"] == step["physical"]
     assert abs(decode_memory.growth(short, long)) < 0.05
+
+
+# Programs that a layer adds to the step, in experiments/LOG.md by date.
+LAUNCHES = {"LRKV": 27, "MHA": 20, "MLA": 24}
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_programs_of_a_layer_on_a_gpu(no_compilation_cache, name):
+    """Every program costs about 1.5 us; none copies the weights of the projections."""
+    pytest.importorskip("jax_cuda13_plugin")
+    mesh = program.make_mesh(1, [topology.gpu_device("h200")])
+
+    def launches(layers):
+        config = d36.model(name, layers=layers)
+        lowered = program.lowered_step(config, mesh, batch=4, length=32_768)
+        return hlo.launches(lowered.compile().as_text())
+
+    one, two = launches(1), launches(2)
+    assert len(two) - len(one) <= LAUNCHES[name]
+    width = d36.model(name, layers=1).block.d_model
+    for kernel, types in two.items():
+        for shape in re.findall(r"\[([\d,]+)\]", types):
+            dims = [int(n) for n in shape.split(",")]
+            assert width not in dims or math.prod(dims) < 64 * width, f"{kernel} makes {types}"

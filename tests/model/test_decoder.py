@@ -121,12 +121,12 @@ def _model(randomise, config, dtype=np.float64):
     return randomise(lambda: Transformer(config, jax.random.key(0)), dtype=dtype)[0]
 
 
-def _stepper(model, compute):
+def _stepper(model, compute, packed=False):
     """Returns a jitted step of the model's decoder, which donates its cache, and its traces."""
     model_graph, state = nnx.split(model)
 
     def make(state):
-        return decoder.Decoder(nnx.merge(model_graph, state), compute)
+        return decoder.Decoder(nnx.merge(model_graph, state), compute, packed=packed)
 
     graph, _ = nnx.split(nnx.eval_shape(make, state))
     weights = jax.jit(lambda state: nnx.state(make(state)))(state)
@@ -164,8 +164,14 @@ def _decode(step, cache, tokens_BT, padding):
     return logits, cache
 
 
-@pytest.mark.parametrize("name", quick.only(["every_way_of_caching"], MODELS))
-def test_equals_the_whole_row(x64, make_mechanism, randomise, name):
+@pytest.mark.parametrize(
+    "name, packed",
+    quick.only(
+        [("every_way_of_caching", True)],
+        [(name, packed) for name in MODELS for packed in (False, True)],
+    ),
+)
+def test_equals_the_whole_row(x64, make_mechanism, randomise, name, packed):
     config = _config(make_mechanism, name)
     model = _model(randomise, config)
     graph, weights = nnx.split(model)
@@ -178,7 +184,7 @@ def test_equals_the_whole_row(x64, make_mechanism, randomise, name):
     tokens = _tokens()
     expected = np.array(whole(weights, tokens))
     assert np.ptp(expected) > 1
-    step, _ = _stepper(model, F64)
+    step, _ = _stepper(model, F64, packed)
     logits, _ = _decode(step, decoder.allocate(config, F64, batch=B, capacity=T), tokens, 0)
     for b, length in enumerate(LENGTHS):
         np.testing.assert_allclose(logits[b, :length], expected[b, :length], rtol=1e-10, atol=1e-10)
