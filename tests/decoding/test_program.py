@@ -142,7 +142,7 @@ def test_decode_step_on_a_gpu_writes_in_place_and_grows_with_nothing(name, batch
 
 
 # Programs that a layer adds to the step, in experiments/LOG.md by date.
-LAUNCHES = {"LRKV": 27, "MHA": 20, "MLA": 24}
+LAUNCHES = {"LRKV": 23, "MHA": 18, "MLA": 21}
 
 
 @pytest.mark.aot
@@ -163,4 +163,4 @@ def test_programs_of_a_layer_on_a_gpu(no_compilation_cache, name):
     for kernel, types in two.items():
         for shape in re.findall(r"\[([\d,]+)\]", types):
             dims = [int(n) for n in shape.split(",")]
-            assert width not in dims or math.prod(dims) < 64 * width, f"{kernel} makes {types}"
+            assert width not in dims or math.prod(dims) < 128 * width, f"{kernel} makes {types}"

@@ -1,4 +1,4 @@
-"""Registers, spills and shared memory of the decode-attention kernel, compiled for an absent GPU.
+"""Registers, spills and shared memory of decode attention's kernels, compiled for an absent GPU.
 
 ptxas reports registers and spills; the program states its shared memory. Nothing runs.
 """
@@ -24,17 +24,20 @@ from kvjax.kernels.decode_attention.gpu import attention as gpu
 def resources(shape: Sizes, *, batch: int, length: int, device: str = "h200") -> dict:
     """Returns "registers" and "spill_bytes" of a thread, "shared_bytes" of a program (CTA).
 
+    They are those of the kernel that reads the cache.
+
     Raises:
       NotImplementedError: the kernel does not support this shape.
       UserError: JAX's CUDA plugin is not installed.
     """
-    return compiled(shape, batch=batch, length=length, device=device)[0]
+    kernels, _ = compiled(shape, batch=batch, length=length, device=device)
+    return kernels["decode_attention"][0]
 
 
 def compiled(
     shape: Sizes, *, batch: int, length: int, device: str = "h200"
-) -> tuple[dict, jax.stages.Compiled, str]:
-    """Returns `resources`, the compiled program, and the kernel's PTX."""
+) -> tuple[dict[str, tuple[dict, str]], jax.stages.Compiled]:
+    """Returns figures, as in `resources`, and PTX of each kernel by its name, and the program."""
     inputs, cache = shapes.abstract(shape, batch=batch, length=length, dtype=jnp.bfloat16)
     arguments = inputs, cache, jax.ShapeDtypeStruct((batch,), jnp.int32)
     # A new function, which is traced in every call.
@@ -43,16 +46,21 @@ def compiled(
         dump = {"MOSAIC_GPU_DUMP_TO": directory, "MOSAIC_GPU_DUMP_PTX": "1"}
         with mock.patch.dict(os.environ, dump), without_compilation_cache():
             program = topology.compile_for(topology.gpu_device(device), attend, *arguments)
-        (ptxas,) = pathlib.Path(directory).glob("*.ptxas")
-        (requested,) = pathlib.Path(directory).glob("*.resources.txt")
-        (ptx,) = pathlib.Path(directory).glob("*.ptx")
-        report, requested, ptx = (path.read_text() for path in (ptxas, requested, ptx))
+        reports = sorted(pathlib.Path(directory).glob("*.ptxas"))
+        kernels = {report.stem.rpartition("_")[0]: _kernel(report) for report in reports}
+    return kernels, program
+
+
+def _kernel(ptxas: pathlib.Path) -> tuple[dict, str]:
+    """Returns a kernel's figures and PTX, from the files beside the compiler's report."""
+    report, ptx = ptxas.read_text(), ptxas.with_suffix(".ptx").read_text()
+    requested = ptxas.with_suffix(".resources.txt").read_text()
     figures = {
         "registers": int(re.search(r"Used (\d+) registers", report)[1]),
         "spill_bytes": int(re.search(r"(\d+) bytes spill stores", report)[1]),
         "shared_bytes": int(re.search(r"smem_scratch_bytes=(\d+)", requested)[1]),
     }
-    return figures, program, ptx
+    return figures, ptx
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from kvjax.kernels.decode_attention import cache_layouts, shapes
 from kvjax.kernels.decode_attention.cache_layouts.grouped import GroupedSizes
 from kvjax.kernels.decode_attention.cache_layouts.latent import LatentSizes
 from kvjax.kernels.decode_attention.cache_layouts.residual import ResidualSizes
-from kvjax.kernels.decode_attention.gpu import attention as gpu, plans
+from kvjax.kernels.decode_attention.gpu import attention as gpu, combine, plans
 from kvjax.kernels.profile import gpu_static
 from tests import quick
 from tests.kernels.decode_attention import agreement, hopper, ptx
@@ -85,6 +85,40 @@ def test_the_longest_split():
     run = functools.partial(_run, split=1024)
     shape = ResidualSizes(N=1, K=1, Hv=64)
     agreement.check(run, shape, firsts=(1100,), length=1152, dtype=jnp.bfloat16)
+
+
+def test_many_splits_are_combined_by_their_softmax_sums():
+    """70 splits, of which sequences reach 70 and 3; the others hold NaN."""
+    B, splits, split, g, k, r, V, R = 2, 70, 64, 1, 2, 2, 64, 64
+    plan = plans.Plan(keys=(), values=(), columns=8, heads=k, group_size=r, scale=1.0)
+    rng = np.random.default_rng(0)
+    o = rng.normal(size=(B, splits, g, 8, V + k * R))
+    maximum, total = (rng.normal(size=(B, 128, g, 8), scale=4) for _ in range(2))
+    total, expand_KRV = np.abs(total) + 1, rng.normal(size=(g * k, R, V))
+    first_B = np.array([splits * split, 3 * split - 1])
+    weights = np.zeros((B, splits, g, 8))
+    for b, reached in enumerate((splits, 3)):
+        seen = maximum[b, :reached]
+        weights[b, :reached] = np.exp2(seen - seen.max(axis=0))
+        for x in (o, maximum, total):
+            x[b, reached:] = np.nan
+    shares = weights / np.nansum(weights * total[:, :splits], axis=1, keepdims=True)
+    o_BgnC = np.nansum(shares[..., None] * o, axis=1)
+    expected = o_BgnC[:, 0, : k * r, :V]
+    for n in range(k * r):
+        latent_BR = o_BgnC[:, 0, n, V + n // r * R :][:, :R]
+        expected[:, n] += latent_BR @ expand_KRV[n // r]
+    arrays = [jnp.asarray(x, jnp.float32) for x in (o, maximum, total)]
+    found = combine.combine(
+        plan,
+        *arrays,
+        jnp.asarray(first_B, jnp.int32),
+        jnp.asarray(expand_KRV, jnp.bfloat16),
+        split=split,
+        dtype=jnp.dtype(jnp.float32),
+        interpret=INTERPRET,
+    )
+    np.testing.assert_allclose(found, expected, atol=4e-3 * np.abs(expected).max())
 
 
 @pytest.mark.slow
@@ -262,10 +296,18 @@ def test_another_gpu_is_named_with_the_fallback():
 def test_compiles_without_spills_or_a_copy_of_the_cache(model, name, length):
     pytest.importorskip("jax_cuda13_plugin")
     shape = shapes.SHAPES[model][name]
-    resources, program, program_ptx = gpu_static.compiled(shape, batch=4, length=length)
-    assert not ptx.hazards(program_ptx)
-    assert resources["spill_bytes"] == 0 and resources["registers"] <= 255
-    assert resources["shared_bytes"] <= 227 * 1024
+    kernels, program = gpu_static.compiled(shape, batch=4, length=length)
+    for resources, _ in kernels.values():
+        assert resources["spill_bytes"] == 0 and resources["registers"] <= 255
+        assert resources["shared_bytes"] <= 227 * 1024
+    (_, attention_ptx), (_, combine_ptx) = kernels["decode_attention"], kernels["combine_splits"]
+    assert not ptx.hazards(attention_ptx)
+    # The second kernel may start early, so it waits before its first load of what the first wrote.
+    assert "griddepcontrol.launch_dependents" in attention_ptx
+    assert "griddepcontrol.wait" not in attention_ptx
+    before, waits, _ = combine_ptx.partition("griddepcontrol.wait")
+    loads = re.findall(r"\bld\.(?!param|shared)", before)
+    assert waits and bool(loads) == ("lrkv" in name)  # weights alone
     results = re.findall(r"= (\w+)\[([\d,]+)\]\S* (\w[\w-]*)\(", program.as_text())
     results = [(dtype, [int(dim) for dim in dims.split(",")], op) for dtype, dims, op in results]
     for field, dims in shape.fields().items():

@@ -154,9 +154,10 @@ def test_resources_reported_by_a_gpus_compiler(monkeypatch):
         assert not jax.config.jax_enable_compilation_cache
         folder = pathlib.Path(os.environ["MOSAIC_GPU_DUMP_TO"])
         report = "ptxas info: 12 bytes spill stores, 34 bytes spill loads\nUsed 56 registers"
-        (folder / "a.ptxas").write_text(report)
-        (folder / "a.resources.txt").write_text("smem_scratch_bytes=789")
-        (folder / "a.ptx").write_text("the kernel")
+        for name, size in (("decode_attention_0", 789), ("combine_splits_1", 5)):
+            (folder / f"{name}.ptxas").write_text(report)
+            (folder / f"{name}.resources.txt").write_text(f"smem_scratch_bytes={size}")
+            (folder / f"{name}.ptx").write_text(f"PTX of {name}")
         return "program"
 
     monkeypatch.setattr(gpu_static.topology, "gpu_device", lambda name: f"a {name}")
@@ -164,7 +165,11 @@ def test_resources_reported_by_a_gpus_compiler(monkeypatch):
     shape, sizes = shapes.SHAPES["d12"]["gqa"], dict(batch=2, length=256)
     figures = dict(registers=56, spill_bytes=12, shared_bytes=789)
     assert gpu_static.resources(shape, **sizes, device="h100") == figures
-    assert gpu_static.compiled(shape, **sizes) == (figures, "program", "the kernel")
+    kernels, program = gpu_static.compiled(shape, **sizes)
+    assert program == "program" and kernels == dict(
+        decode_attention=(figures, "PTX of decode_attention_0"),
+        combine_splits=(figures | dict(shared_bytes=5), "PTX of combine_splits_1"),
+    )
     assert gpu_static.resources(shape, **sizes) == figures
     for (device, *arrays), name in zip(compiled, ("h100", "h200", "h200"), strict=True):
         assert (device, arrays) == (f"a {name}", [(2, 3, 128, 256), jnp.bfloat16, (2,)])

@@ -1,9 +1,8 @@
 """Decode attention as a Pallas kernel for Hopper GPUs: one query per sequence.
 
 The cache is read once, without a transposed copy. A program (`kernel`) attends with some heads of
-one sequence to one split of its tokens; `plans` has the sizes per cache layout. Splits are merged
-here by their log-sum-exps. If values are latents, the kernel returns weighted sums of latents,
-which are expanded to values afterwards.
+one sequence to one split of its tokens; `plans` has the sizes per cache layout. `combine` merges
+the splits by their log-sum-exps, and expands LRKV's latents of values; MLA's are expanded by XLA.
 
 Tests compile the kernel ahead of time for an H200, and run it in the interpreter on a model of
 shared memory whose products and copies complete as late as a GPU allows.
@@ -19,7 +18,7 @@ import numpy as np
 from kvjax.foundation.rounding import round_up
 from kvjax.kernels.decode_attention import tuning
 from kvjax.kernels.decode_attention.cache_layouts import DecodeInputs
-from kvjax.kernels.decode_attention.gpu import kernel, plans
+from kvjax.kernels.decode_attention.gpu import combine, kernel, plans
 
 _HOPPER = "H(20|100|200|800)"  # device kinds that have wgmma and TMA
 _TRIED_SPLITS = (256, 512, 1024, 2048, 4096, 8192)  # tokens of a split that --tune measures
@@ -44,7 +43,7 @@ def decode_attention(
     wgmma_in_flight: int | None = None,
     interpret=False,
 ) -> jax.Array:
-    """See `api.decode_attention`: [B, 1, N, Hv] in float32.
+    """See `api.decode_attention`: [B, 1, N, Hv] in float32, rounded to the dtype of the queries.
 
     Args:
       tile_kv: tokens of a tile, 64 or 128 (64 where queries are rotated); None: the plan's, see
@@ -69,7 +68,7 @@ def decode_attention(
     split = split or min(round_up(tuned["split"], tile_kv), adapter.max_split)
     # Merges the head axes and channels into one axis, which the kernel cuts into slabs (a bitcast).
     channels = {name: array.reshape(B, -1, S) for name, array in cache.items()}
-    o, maximum, total = kernel.attend(
+    splits = kernel.attend(
         adapter.plan,
         channels | adapter.arrays(split),
         first_B,
@@ -80,7 +79,10 @@ def decode_attention(
         slots=slots or plans.slots(adapter.plan, tile_kv, "key_scale" in cache),
         interpret=interpret,
     )
-    return adapter.finish(_merge(o, maximum, total, first_B, split))[:, None]
+    # Rounded as the model rounds it, so that no program of its own does so.
+    options = dict(split=split, dtype=inputs.query.dtype, interpret=interpret)
+    o_BNV = combine.combine(adapter.plan, *splits, first_B, adapter.expand, **options)
+    return adapter.finish(o_BNV)[:, None].astype(jnp.float32)
 
 
 def candidates(inputs: DecodeInputs, cache: Cache) -> dict[str, tuple[int, ...]]:
@@ -137,24 +139,3 @@ def _split(programs: int, S: int, tile_kv: int) -> int:
         min(-(-target * _MULTIPROCESSORS // programs), S // tokens) for target, tokens in _PROGRAMS
     )
     return -(-S // (max(splits, 1) * tile_kv)) * tile_kv
-
-
-def _merge(
-    o: jax.Array, maximum: jax.Array, total: jax.Array, first_B: jax.Array, split: int
-) -> jax.Array:
-    """Averages splits by their shares of the softmax: [B, head tiles, channels, columns]."""
-    B, X, g, slabs, rows, n = o.shape  # X splits, g head tiles
-    starts_X = jnp.arange(X, dtype=first_B.dtype) * split
-    reached_BX = starts_X[None] <= first_B[:, None]  # other splits were not written
-
-    def where_reached(x, other):
-        condition = reached_BX.reshape(B, X, *(1,) * (x.ndim - 2))
-        return jnp.where(jnp.broadcast_to(condition, x.shape), x, other)
-
-    # Outputs are unnormalised and relative to their split's maximum (base 2).
-    maximum_BXgn = where_reached(maximum, -jnp.inf)
-    weight_BXgn = jnp.exp2(maximum_BXgn - jnp.max(maximum_BXgn, axis=1, keepdims=True))
-    total_Bgn = jnp.sum(weight_BXgn * where_reached(total, 0), axis=1)
-    o_BXgVn = where_reached(o, 0).reshape(B, X, g, slabs * rows, n)
-    o_BgVn = jnp.sum(weight_BXgn[:, :, :, None] * o_BXgVn, axis=1)
-    return o_BgVn / total_Bgn[:, :, None]

@@ -46,6 +46,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
+from kvjax.foundation.rounding import round_up
 from kvjax.kernels.decode_attention.gpu.plans import Plan
 from kvjax.kernels.decode_attention.gpu.program import Program
 from kvjax.kernels.decode_attention.gpu.ring import ROWS, Ring
@@ -95,9 +96,10 @@ def attend(
       wgmma_in_flight: products in flight at once, each with an accumulator of its own.
 
     Returns:
-      Unnormalised outputs [B, splits, head_tiles, value slabs, 64, columns], and the maxima of the
-      scores (base 2) and the sums of the weights, both [B, splits, head_tiles, columns], all
-      float32. Entries of splits past a sequence's end are not written.
+      Unnormalised outputs [B, splits, head_tiles, columns, value slabs · 64], and the maxima of the
+      scores (base 2) and the sums of the weights, both [B, splits, head_tiles, columns] with the
+      splits padded to a multiple of 64, all float32. Entries of splits past a sequence's end are
+      not written.
 
     Raises:
       ValueError: inconsistent sizes of tile, split, ring and products in flight.
@@ -119,9 +121,9 @@ def attend(
         )
     f32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     outputs = {
-        "o": f32((B, splits, head_tiles, len(plan.values), ROWS, n)),
-        "maximum": f32((B, splits, head_tiles, n)),
-        "total": f32((B, splits, head_tiles, n)),
+        "o": f32((B, splits, head_tiles, n, len(plan.values) * ROWS)),
+        "maximum": f32((B, round_up(splits, ROWS), head_tiles, n)),
+        "total": f32((B, round_up(splits, ROWS), head_tiles, n)),
     }
     # wgmma reads bfloat16 operands from tiles of 8 rows with a 128-byte swizzle.
     wgmma_operand = functools.partial(
@@ -164,6 +166,8 @@ def attend(
         )
         at = (b, split_index, head_tile)
         program = Program(plan, ref, ring, at, first, wgmma_in_flight)
+        if not interpret:  # `combine` may be launched once every program of this grid has started
+            plgpu.griddepcontrol_launch_dependents()
         pl.when(first >= start)(program.run)  # a split past the sequence's end has nothing to do
 
     run = plgpu.kernel(

@@ -134,13 +134,14 @@ def slots(plan: Plan, tile_kv: int, scaled: bool) -> int:
 #   max_split  the longest split that the plan allows, in tokens
 #   refusal    None, or the reason why the kernel does not take these shapes
 #   arrays(split)   the kernel's inputs besides the cache
-#   finish(o_BgVn)  merged outputs [B, head tiles, channels, columns] to [B, N, Hv]
+#   expand     None, or the matrix of `combine`
+#   finish(o_BNV)   `combine`'s outputs to [B, N, Hv]
 
 
 class GroupedAdapter:
     """Keys and values as they are cached; heads of fewer than 64 channels share slabs."""
 
-    tile_kv, max_split = TILE_KV, rope.MAX_POSITION
+    tile_kv, max_split, expand = TILE_KV, rope.MAX_POSITION, None
 
     def __init__(self, inputs: GroupedInputs, cache: Cache):
         self.inputs, self.N = inputs, inputs.query.shape[2]
@@ -164,14 +165,19 @@ class GroupedAdapter:
         q_BgkrH = _by_head_tile(self.inputs.query.astype(jnp.bfloat16), self.K, self.plan.heads)
         return dict(query=_in_slabs(_block_diagonal(q_BgkrH), self.plan.columns))
 
-    def finish(self, o_BgVn: jax.Array) -> jax.Array:
-        return _own_columns(o_BgVn, self.plan)
+    def finish(self, o_BNV: jax.Array) -> jax.Array:
+        B, k, r = o_BNV.shape[0], self.plan.heads, self.plan.group_size
+        if k == 1:
+            return o_BNV
+        # Of the channels of k KV heads, a query head's own.
+        own_Bgrvk = jnp.diagonal(o_BNV.reshape(B, self.head_tiles, k, r, k, -1), axis1=2, axis2=4)
+        return jnp.moveaxis(own_Bgrvk, -1, 2).reshape(B, self.N, -1)
 
 
 class LatentAdapter:
     """Latents that are keys and values: a program reads one latent and the shared RoPE key."""
 
-    tile_kv, max_split = LATENT_TILE_KV, rope.MAX_POSITION
+    tile_kv, max_split, expand = LATENT_TILE_KV, rope.MAX_POSITION, None
 
     def __init__(self, inputs: LatentInputs, cache: Cache):
         self.inputs, self.N = inputs, inputs.query.shape[2]
@@ -199,9 +205,7 @@ class LatentAdapter:
         q_BgnH = q_BNH.reshape(q_BNH.shape[0], self.head_tiles, -1, q_BNH.shape[-1])
         return dict(query=_in_slabs(jnp.swapaxes(q_BgnH, 2, 3), self.plan.columns))
 
-    def finish(self, o_BgVn: jax.Array) -> jax.Array:
-        o_BgnC = jnp.swapaxes(o_BgVn[..., : self.plan.group_size], 2, 3)
-        o_BNC = o_BgnC.reshape(o_BgnC.shape[0], self.N, -1)
+    def finish(self, o_BNC: jax.Array) -> jax.Array:
         if self.inputs.up_value is None:
             return o_BNC
         up_value = self.inputs.up_value.astype(jnp.float32)
@@ -223,6 +227,7 @@ class ResidualAdapter:
         J, self.H, self.S = cache["base_key"].shape[1:]
         self.Hv = cache["base_value"].shape[2]
         self.K, self.R = inputs.expand_key.shape[:2]
+        self.expand = inputs.expand_value
         heads_per_base, group = self.K // J, self.N // self.K
         # A program reads the base once for k KV heads: the largest divisor that fits the columns.
         divisors = [k for k in range(1, heads_per_base + 1) if heads_per_base % k == 0]
@@ -285,15 +290,8 @@ class ResidualAdapter:
             table=jnp.asarray(np.pad(right_Es, ((0, missing), (0, 0))).T, jnp.float32),
         )
 
-    def finish(self, o_BgVn: jax.Array) -> jax.Array:
-        columns = slice(self.plan.heads * self.plan.group_size)
-        base_BgVn, latent_BgRn = o_BgVn[:, :, : self.Hv, columns], o_BgVn[:, :, self.Hv :]
-        latent_BNR = _own_columns(latent_BgRn, self.plan)
-        latent_BKrR = latent_BNR.reshape(-1, self.K, self.plan.group_size, self.R)
-        expand_KRV = self.inputs.expand_value.astype(jnp.float32)
-        residual = jnp.einsum("BKrR,KRV->BKrV", latent_BKrR, expand_KRV)  # LRKV eq. 4
-        base_BNV = jnp.swapaxes(base_BgVn, 2, 3).reshape(-1, self.N, self.Hv)
-        return base_BNV + residual.reshape(base_BNV.shape)
+    def finish(self, o_BNV: jax.Array) -> jax.Array:
+        return o_BNV
 
 
 ADAPTERS = {
@@ -348,12 +346,3 @@ def _in_slabs(q_BgHn: jax.Array, columns: int) -> jax.Array:
     B, g, H, n = q_BgHn.shape
     q_BgHn = jnp.pad(q_BgHn, ((0, 0), (0, 0), (0, 0), (0, columns - n)))
     return jnp.swapaxes(q_BgHn.reshape(B, g, H // ROWS, ROWS, columns), 3, 4)
-
-
-def _own_columns(o_BgVn: jax.Array, plan: Plan) -> jax.Array:
-    """Returns [B, N, V]: of each KV head's channels, the columns of its own query heads."""
-    B, g = o_BgVn.shape[:2]
-    k, r = plan.heads, plan.group_size
-    o_BgkVkr = o_BgVn[..., : k * r].reshape(B, g, k, -1, k, r)
-    own_BgVrk = jnp.diagonal(o_BgkVkr, axis1=2, axis2=4)
-    return jnp.transpose(own_BgVrk, (0, 1, 4, 3, 2)).reshape(B, g * k * r, -1)

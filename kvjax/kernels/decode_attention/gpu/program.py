@@ -51,7 +51,10 @@ class Program:
         self.ref["maximum"].at[self.at][...] = maximum_n
         self.ref["total"].at[self.at][...] = jnp.sum(total_sn, axis=0)
         for i, o_Vn in enumerate(o):
-            self.ref["o"].at[*self.at, i][...] = o_Vn
+            # [columns, 64], so that `combine` reads a head's channels in one piece.
+            slab = self.ref["o"].at[*self.at, pl.ds(0, n), pl.ds(i * ROWS, ROWS)]
+            transposed = plgpu.layout_cast(o_Vn, plgpu.Layout.WGMMA_TRANSPOSED)
+            slab.transpose((1, 0))[...] = transposed
 
     def load_queries(self) -> None:
         """Loads the queries, and rotates them under RoPE, while the first slabs are being copied.
