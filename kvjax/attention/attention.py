@@ -118,12 +118,16 @@ class Attention(nnx.Module):
         Returns:
           The output [B, T, D] and the updated layer.
         """
-        q_BTNH, raw = self.mechanism.project(x_BTD, positions)
-        first_B = positions.index[:, 0]
-        layer = append(layer, self.mechanism.encode(raw, positions), first_B, counts_B)
-        inputs = self.mechanism.decode_inputs(q_BTNH, rope_base)
-        inputs = dataclasses.replace(inputs, scale=inputs.scale * logit_factor)
         options = dict(window=window, softcap=softcap, implementation=implementation)
+        first_B = positions.index[:, 0]
+        prepared = self.mechanism.prepare(x_BTD, positions, layer, counts_B, **options)
+        if prepared is not None:
+            inputs, layer = prepared
+        else:
+            q_BTNH, raw = self.mechanism.project(x_BTD, positions)
+            layer = append(layer, self.mechanism.encode(raw, positions), first_B, counts_B)
+            inputs = self.mechanism.decode_inputs(q_BTNH, rope_base)
+        inputs = dataclasses.replace(inputs, scale=inputs.scale * logit_factor)
         o_BTNH = decode_attention(inputs, layer, first_B, **options)
         return self.project_out(o_BTNH.astype(x_BTD.dtype), x_BTD, positions), layer
 

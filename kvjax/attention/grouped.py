@@ -43,7 +43,7 @@ from kvjax.attention.mechanism import (
 from kvjax.attention.pca_init import pca_factors
 from kvjax.cache.field import Field
 from kvjax.foundation.configuration import between, one_of
-from kvjax.kernels.decode_attention import cache_layouts
+from kvjax.kernels.decode_attention import api, cache_layouts
 from kvjax.kernels.decode_attention.cache_layouts import DecodeFlops, DecodeInputs
 from kvjax.kernels.decode_attention.cache_layouts.grouped import GroupedSizes
 from kvjax.kernels.decode_attention.cache_layouts.layout import Sizes
@@ -51,7 +51,7 @@ from kvjax.kernels.decode_attention.cache_layouts.residual import ResidualSizes
 from kvjax.kernels.decode_attention.cache_layouts.tied import TiedSizes
 from kvjax.layers.norm import inverse_rms
 from kvjax.layers.rope import Base, Positions, rotate
-from kvjax.layers.weight import weight
+from kvjax.layers.weight import linear, weight
 
 TIES = ("none", "kv", "qk", "qkv")
 ROPES = ("full", "shared")
@@ -396,6 +396,58 @@ class Grouped(Mechanism):
             rope_base=None if c.splits_rope else rope_base,
             **shared,
         )
+
+    def prepare(
+        self,
+        x_BTD: jax.Array,
+        positions: Positions,
+        layer: dict[str, jax.Array],
+        counts_B: jax.Array,
+        **options,
+    ) -> tuple[DecodeInputs, dict[str, jax.Array]] | None:
+        """See `Mechanism.prepare`: one token of MHA, GQA, MQA or MFA on a GPU."""
+        c, (B, T, _) = self.config, x_BTD.shape
+        begin = {name: first for name, first, _ in self.packed_columns}
+        plain = c.qk_norm in ("none", "rms") and not (
+            c.rank or c.bias or c.alibi or c.position_channels
+        )
+        if not plain or T > 1 or not begin.keys() >= {"base_key", "base_value", "query"}:
+            return None
+        query = jax.ShapeDtypeStruct((B, T, c.num_heads, c.key_dim), x_BTD.dtype)
+        inputs = cache_layouts.GroupedInputs(query=query, scale=c.scale)
+        if api.chosen(inputs, layer, **options) != "gpu":
+            return None
+        from kvjax.kernels.decode_attention.gpu import prepare  # imported when called, see `api`
+
+        if not prepare.takes(c.key_dim, c.value_dim) or x_BTD.dtype != jnp.bfloat16:
+            return None
+        rotary = positions.rotary
+        if rotary is not None:
+            rotary = tuple(jnp.broadcast_to(a[:, 0], (B, a.shape[-1])) for a in rotary)
+        heads = prepare.Heads(
+            N=c.num_heads,
+            K=c.num_bases,
+            H=c.key_dim,
+            Hv=c.value_dim,
+            key=begin["base_key"],
+            value=begin["base_value"],
+            query=begin["query"],
+            epsilon=None if self.key_norm is None else c.norm_epsilon,
+        )
+        queries, key, value = prepare.prepare(
+            linear(x_BTD[:, 0], self.packed[...]),
+            layer["base_key"],
+            layer["base_value"],
+            positions.index[:, 0],
+            counts_B,
+            rotary,
+            heads=heads,
+        )
+        # [B, K, slabs, columns, 64], whose first columns are a KV head's own queries.
+        own = queries[:, :, :, : c.num_heads // c.num_bases]
+        q_BNH = jnp.moveaxis(own, 2, 3).reshape(B, c.num_heads, c.key_dim)
+        inputs = dataclasses.replace(inputs, query=q_BNH[:, None], prepared=queries)
+        return inputs, dict(base_key=key, base_value=value)
 
     def _unnormed_keys(self, raw: dict) -> jax.Array:
         """Returns keys before norm and rotation, [B, T, K, H] ([B, T, J, H] with rank 0)."""

@@ -152,6 +152,26 @@ class Mechanism(nnx.Module):
         """
         raise NotImplementedError
 
+    def prepare(
+        self,
+        x_BTD: jax.Array,
+        positions: Positions,
+        layer: dict[str, jax.Array],
+        counts_B: jax.Array,
+        **options,
+    ) -> tuple[DecodeInputs, dict[str, jax.Array]] | None:
+        """Projects, encodes and appends new tokens by a kernel; None if there is none for them.
+
+        Args:
+          layer, counts_B: as in `Attention.decode`.
+          options: window, softcap and implementation of `decode_attention`.
+
+        Returns:
+          The decode inputs and the updated layer.
+        """
+        del x_BTD, positions, layer, counts_B, options
+        return None
+
     def combine(self, o_BTNV: jax.Array, positions: Positions) -> jax.Array:
         """Maps outputs of softmax attention [B, T, query_heads, V] to [B, T, N, Hv].
 

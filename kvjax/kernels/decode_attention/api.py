@@ -72,7 +72,7 @@ def decode_attention(
         raise ValueError(f"a capacity of {S}: keys have angles up to {rope.MAX_POSITION} tokens")
     options = {"window": window} if window else {}  # kernels have no such arguments
     options |= {"softcap": softcap} if softcap else {}
-    name = implementation or ("xla" if options else default(inputs, cache))
+    name = implementation or chosen(inputs, cache, **options)
     if softcap and not implementation and _device_kernels():
         log_once(__name__, logging.WARNING, "decode attention: the kernels have no soft cap: 'xla'")
     if name not in IMPLEMENTATIONS:
@@ -92,6 +92,18 @@ def check_options(name: str, options: Mapping[str, int | float]) -> None:
 def _needs_angles(inputs: DecodeInputs) -> bool:
     """Returns True if scores depend on the angles of cached positions."""
     return inputs.rope_base is not None or inputs.bias is not None
+
+
+def chosen(
+    inputs: DecodeInputs,
+    cache: Mapping[str, jax.Array],
+    *,
+    window: int = 0,
+    softcap: float = 0.0,
+    implementation: str | None = None,
+) -> str:
+    """Returns the name of the implementation that `decode_attention` calls."""
+    return implementation or ("xla" if window or softcap else default(inputs, cache))
 
 
 def default(inputs: DecodeInputs, cache: Mapping[str, jax.Array]) -> str:

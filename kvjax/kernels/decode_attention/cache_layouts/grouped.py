@@ -24,6 +24,8 @@ class GroupedInputs(DecodeInputs):
 
     query: jax.Array  # [B, T, N, H]
     bias: Bias | None = None
+    # The queries as the GPU kernel reads them, if `gpu.prepare` has written them.
+    prepared: jax.Array | None = None
     scale: float = static()
 
     def expand(self, cache: Cache) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -1,0 +1,94 @@
+"""A layer whose tokens the GPU's `prepare` appends decodes as one that XLA computes."""
+
+import functools
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.attention import Attention
+from kvjax.attention.grouped import GroupedConfig
+from kvjax.kernels.decode_attention import api
+from kvjax.kernels.decode_attention.gpu import attention as gpu, prepare
+from kvjax.layers import rope
+from tests import quick
+from tests.compiled import compiled
+from tests.kernels.decode_attention import agreement, hopper
+
+INTERPRET = hopper.InterpretGPUParams(detect_races=True)
+D, S = 32, 128
+FIRSTS = np.array([5, 127, 128, 9], np.int32)  # the third cache is full: nothing is appended
+COUNTS = np.array([1, 1, 1, 0], np.int32)
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """Interprets the kernels, and returns the calls of `prepare`."""
+    calls, interpret = [], functools.partial(prepare.prepare, interpret=INTERPRET)
+
+    def noted(*args, **options):
+        calls.append(options)
+        return interpret(*args, **options)
+
+    attend = functools.partial(gpu.decode_attention, interpret=INTERPRET)
+    monkeypatch.setattr(prepare, "prepare", noted)
+    monkeypatch.setitem(api.IMPLEMENTATIONS, "gpu", attend)
+    return calls
+
+
+@pytest.mark.parametrize(
+    "heads, qk_norm, base",
+    quick.only(
+        [((4, 2, 128, 64), "rms", 100.0)],
+        [
+            ((4, 2, 128, 64), "rms", 100.0),
+            ((1, 1, 256, 128), "none", 100.0),
+            ((10, 1, 128, 128), "rms", None),
+        ],
+    ),
+)
+def test_a_prepared_token_equals_the_models(interpreted, randomise, heads, qk_norm, base):
+    """Sequences that append, one whose cache is full, and one that appends nothing."""
+    N, K, H, Hv = heads
+    config = GroupedConfig(
+        **dict(num_heads=N, num_kv_heads=K, num_bases=K, rank=0, key_dim=H, value_dim=Hv),
+        qk_norm=qk_norm,
+    )
+    attention = randomise(lambda: Attention(config, D, rngs=nnx.Rngs(0)), dtype=np.float32)[0]
+    graph, weights = nnx.split(attention)
+    weights = jax.tree.map(lambda w: w.astype(jnp.bfloat16), weights)
+    rng = np.random.default_rng(0)
+    B = len(FIRSTS)
+    layer = {
+        name: jnp.asarray(rng.normal(size=(B, *field.shape, S)), jnp.bfloat16)
+        for name, field in config.entry().items()
+    }
+    x_B1D = jnp.asarray(rng.normal(size=(B, 1, D)), jnp.bfloat16)
+
+    def decode(packed, implementation):
+        module = nnx.merge(graph, weights)
+        if packed:
+            module.mechanism.pack()
+
+        def run(x_B1D, layer, firsts, counts):
+            positions = rope.positions(firsts[:, None], config.rope_dim, base)
+            options = dict(rope_base=base, implementation=implementation)
+            return module.decode(x_B1D, positions, layer, counts, **options)
+
+        return compiled(run, x_B1D, layer, FIRSTS, COUNTS)
+
+    expected, expected_layer = decode(False, "xla")
+    assert not interpreted
+    y_B1D, found_layer = decode(True, "gpu")
+    assert len(interpreted) == 1 and not agreement.races()
+    for name, array in found_layer.items():
+        before, after = np.asarray(layer[name], float), np.asarray(array, float)
+        np.testing.assert_allclose(
+            after, np.asarray(expected_layer[name], float), rtol=2.0**-7, atol=2.0**-7
+        )
+        changed = np.any(before != after, axis=(1, 2))  # [B, S]
+        assert [list(np.flatnonzero(slots)) for slots in changed] == [[5], [127], [], []]
+    difference = np.asarray(y_B1D, float) - np.asarray(expected, float)
+    assert np.abs(difference).max() < 2.0**-6 * np.abs(np.asarray(expected, float)).max()
