@@ -120,7 +120,8 @@ class Attention(nnx.Module):
         """
         options = dict(window=window, softcap=softcap, implementation=implementation)
         first_B = positions.index[:, 0]
-        prepared = self.mechanism.prepare(x_BTD, positions, layer, counts_B, **options)
+        new = (x_BTD, positions, layer, counts_B)
+        prepared = self.mechanism.prepare(*new, rope_base=rope_base, **options)
         if prepared is not None:
             inputs, layer = prepared
         else:

@@ -403,51 +403,45 @@ class Grouped(Mechanism):
         positions: Positions,
         layer: dict[str, jax.Array],
         counts_B: jax.Array,
+        *,
+        rope_base: Base | None,
         **options,
     ) -> tuple[DecodeInputs, dict[str, jax.Array]] | None:
-        """See `Mechanism.prepare`: one token of MHA, GQA, MQA or MFA on a GPU."""
-        c, (B, T, _) = self.config, x_BTD.shape
-        begin = {name: first for name, first, _ in self.packed_columns}
-        plain = c.qk_norm in ("none", "rms") and not (
-            c.rank or c.bias or c.alibi or c.position_channels
-        )
-        if not plain or T > 1 or not begin.keys() >= {"base_key", "base_value", "query"}:
+        """See `Mechanism.prepare`: one token of MHA, GQA, MQA, or LRKV under RoPE, on a GPU."""
+        c, (B, T, _), packed = self.config, x_BTD.shape, self.packed_columns
+        plain = c.qk_norm in ("none", "rms") and c.tie == "none" and not c.query_rank
+        if c.rank:
+            plain = plain and c.rope == "full" and rope_base is not None
+        if not plain or c.bias or c.alibi or c.position_channels or T > 1 or not packed:
             return None
+        # Shapes suffice to choose: queries are projected by the kernel.
         query = jax.ShapeDtypeStruct((B, T, c.num_heads, c.key_dim), x_BTD.dtype)
-        inputs = cache_layouts.GroupedInputs(query=query, scale=c.scale)
-        if api.chosen(inputs, layer, **options) != "gpu":
+        inputs = self.decode_inputs(query, rope_base)
+        if api.chosen(inputs, layer, **options) != "gpu" or x_BTD.dtype != jnp.bfloat16:
             return None
-        from kvjax.kernels.decode_attention.gpu import prepare  # imported when called, see `api`
+        from kvjax.kernels.decode_attention.gpu import plans, prepare  # when called, see `api`
 
-        if not prepare.takes(c.key_dim, c.value_dim) or x_BTD.dtype != jnp.bfloat16:
+        if not prepare.takes(c.key_dim, c.value_dim, c.rank):
             return None
+        adapter = plans.ADAPTERS[type(inputs)](inputs, layer)
+        sizes = prepare.Sizes(
+            **dict(N=c.num_heads, K=c.num_kv_heads, J=c.num_bases, R=c.rank),
+            **dict(H=c.key_dim, Hv=c.value_dim),
+            head_tiles=adapter.head_tiles,
+            columns=adapter.plan.columns,
+            epsilon=None if self.key_norm is None else c.norm_epsilon,
+            first=tuple((name, first) for name, first, _ in packed),
+        )
         rotary = positions.rotary
         if rotary is not None:
             rotary = tuple(jnp.broadcast_to(a[:, 0], (B, a.shape[-1])) for a in rotary)
-        heads = prepare.Heads(
-            N=c.num_heads,
-            K=c.num_bases,
-            H=c.key_dim,
-            Hv=c.value_dim,
-            key=begin["base_key"],
-            value=begin["base_value"],
-            query=begin["query"],
-            epsilon=None if self.key_norm is None else c.norm_epsilon,
-        )
-        queries, key, value = prepare.prepare(
-            linear(x_BTD[:, 0], self.packed[...]),
-            layer["base_key"],
-            layer["base_value"],
-            positions.index[:, 0],
-            counts_B,
-            rotary,
-            heads=heads,
-        )
-        # [B, K, slabs, columns, 64], whose first columns are a KV head's own queries.
-        own = queries[:, :, :, : c.num_heads // c.num_bases]
-        q_BNH = jnp.moveaxis(own, 2, 3).reshape(B, c.num_heads, c.key_dim)
-        inputs = dataclasses.replace(inputs, query=q_BNH[:, None], prepared=queries)
-        return inputs, dict(base_key=key, base_value=value)
+        product_BE = linear(x_BTD[:, 0], self.packed[...])
+        new = (positions.index[:, 0], counts_B, rotary, self.expand_key[...] if c.rank else None)
+        prepared, layer = prepare.prepare(product_BE, layer, *new, sizes=sizes)
+        # [B, head tiles, slabs, columns, 64], whose first columns are a tile's own queries.
+        own = prepared[:, :, :, : c.num_heads // adapter.head_tiles]
+        q_BTNH = jnp.moveaxis(own, 2, 3).reshape(query.shape)
+        return dataclasses.replace(self.decode_inputs(q_BTNH, rope_base), prepared=prepared), layer
 
     def _unnormed_keys(self, raw: dict) -> jax.Array:
         """Returns keys before norm and rotation, [B, T, K, H] ([B, T, J, H] with rank 0)."""

@@ -158,18 +158,20 @@ class Mechanism(nnx.Module):
         positions: Positions,
         layer: dict[str, jax.Array],
         counts_B: jax.Array,
+        *,
+        rope_base: Base | None,
         **options,
     ) -> tuple[DecodeInputs, dict[str, jax.Array]] | None:
         """Projects, encodes and appends new tokens by a kernel; None if there is none for them.
 
         Args:
-          layer, counts_B: as in `Attention.decode`.
+          layer, counts_B, rope_base: as in `Attention.decode`.
           options: window, softcap and implementation of `decode_attention`.
 
         Returns:
           The decode inputs and the updated layer.
         """
-        del x_BTD, positions, layer, counts_B, options
+        del x_BTD, positions, layer, counts_B, rope_base, options
         return None
 
     def combine(self, o_BTNV: jax.Array, positions: Positions) -> jax.Array:

@@ -8,10 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments import d36
+from kvjax import cache
 from kvjax.attention import Attention
 from kvjax.attention.grouped import GroupedConfig
 from kvjax.kernels.decode_attention import api
 from kvjax.kernels.decode_attention.gpu import attention as gpu, prepare
+from kvjax.kernels.profile import gpu_static
 from kvjax.layers import rope
 from tests import quick
 from tests.compiled import compiled
@@ -39,21 +42,23 @@ def interpreted(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "heads, qk_norm, base",
+    "heads, rank, qk_norm, base",
     quick.only(
-        [((4, 2, 128, 64), "rms", 100.0)],
+        [((4, 2, 1, 128, 64), 64, "rms", 100.0)],
         [
-            ((4, 2, 128, 64), "rms", 100.0),
-            ((1, 1, 256, 128), "none", 100.0),
-            ((10, 1, 128, 128), "rms", None),
+            ((4, 2, 2, 128, 64), 0, "rms", 100.0),
+            ((4, 2, 1, 128, 64), 64, "rms", 100.0),
+            ((10, 1, 1, 128, 128), 0, "rms", None),
+            ((1, 1, 1, 256, 128), 0, "none", 100.0),
+            ((8, 8, 2, 128, 64), 128, "none", 100.0),
         ],
     ),
 )
-def test_a_prepared_token_equals_the_models(interpreted, randomise, heads, qk_norm, base):
+def test_a_prepared_token_equals_the_models(interpreted, randomise, heads, rank, qk_norm, base):
     """Sequences that append, one whose cache is full, and one that appends nothing."""
-    N, K, H, Hv = heads
+    N, K, J, H, Hv = heads
     config = GroupedConfig(
-        **dict(num_heads=N, num_kv_heads=K, num_bases=K, rank=0, key_dim=H, value_dim=Hv),
+        **dict(num_heads=N, num_kv_heads=K, num_bases=J, rank=rank, key_dim=H, value_dim=Hv),
         qk_norm=qk_norm,
     )
     attention = randomise(lambda: Attention(config, D, rngs=nnx.Rngs(0)), dtype=np.float32)[0]
@@ -62,7 +67,7 @@ def test_a_prepared_token_equals_the_models(interpreted, randomise, heads, qk_no
     rng = np.random.default_rng(0)
     B = len(FIRSTS)
     layer = {
-        name: jnp.asarray(rng.normal(size=(B, *field.shape, S)), jnp.bfloat16)
+        name: jnp.asarray(rng.normal(size=(B, *field.shape, S)), field.dtype_in(jnp.bfloat16))
         for name, field in config.entry().items()
     }
     x_B1D = jnp.asarray(rng.normal(size=(B, 1, D)), jnp.bfloat16)
@@ -92,3 +97,36 @@ def test_a_prepared_token_equals_the_models(interpreted, randomise, heads, qk_no
         assert [list(np.flatnonzero(slots)) for slots in changed] == [[5], [127], [], []]
     difference = np.asarray(y_B1D, float) - np.asarray(expected, float)
     assert np.abs(difference).max() < 2.0**-6 * np.abs(np.asarray(expected, float)).max()
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("name", ["MHA", "LRKV"])
+def test_compiles_in_place_without_spills(name):
+    """One layer of d36; a copy of any field would be temporary memory."""
+    pytest.importorskip("jax_cuda13_plugin")
+    config = d36.model(name, layers=1)
+    (mechanism,), base, width = config.mechanisms, config.block.angles_base, config.block.d_model
+
+    def make():
+        attention = Attention(mechanism, width, rngs=nnx.Rngs(0))
+        attention.mechanism.pack()
+        return attention
+
+    graph, weights = nnx.split(nnx.eval_shape(make))
+    weights = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, jnp.bfloat16), weights)
+    (layer,) = cache.abstract([mechanism], batch=4, capacity=4096, dtype=jnp.bfloat16).layers
+
+    def decode(weights, x_B1D, layer, firsts, counts):
+        positions = rope.positions(firsts[:, None], mechanism.rope_dim, base)
+        module = nnx.merge(graph, weights)
+        return module.decode(x_B1D, positions, layer, counts, rope_base=base)
+
+    integers = jax.ShapeDtypeStruct((4,), jnp.int32)
+    x_B1D = jax.ShapeDtypeStruct((4, 1, width), jnp.bfloat16)
+    arguments = (nnx.to_pure_dict(weights), x_B1D, layer, integers, integers)
+    kernels, program = gpu_static.compiled_kernels(decode, *arguments, donate_argnums=2)
+    assert set(kernels) == {"prepare", "decode_attention", "combine_splits"}
+    assert all(figures["spill_bytes"] == 0 for figures, _ in kernels.values())
+    memory = program.memory_analysis()
+    assert memory.alias_size_in_bytes == sum(x.size * x.dtype.itemsize for x in layer.values())
+    assert memory.temp_size_in_bytes < 0.2 * memory.alias_size_in_bytes  # the splits' sums

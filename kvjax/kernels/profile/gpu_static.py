@@ -3,7 +3,7 @@
 ptxas reports registers and spills; the program states its shared memory. Nothing runs.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 import contextlib
 import os
 import pathlib
@@ -40,8 +40,19 @@ def compiled(
     """Returns figures, as in `resources`, and PTX of each kernel by its name, and the program."""
     inputs, cache = shapes.abstract(shape, batch=batch, length=length, dtype=jnp.bfloat16)
     arguments = inputs, cache, jax.ShapeDtypeStruct((batch,), jnp.int32)
+    return compiled_kernels(gpu.decode_attention, *arguments, device=device)
+
+
+def compiled_kernels(
+    function: Callable, *arguments, device: str = "h200", **options
+) -> tuple[dict[str, tuple[dict, str]], jax.stages.Compiled]:
+    """Compiles any function; returns its kernels and the program, as `compiled` does.
+
+    Args:
+      options: of `jax.jit`.
+    """
     # A new function, which is traced in every call.
-    attend = jax.jit(lambda *arguments: gpu.decode_attention(*arguments))
+    attend = jax.jit(lambda *arguments: function(*arguments), **options)
     with tempfile.TemporaryDirectory() as directory:
         dump = {"MOSAIC_GPU_DUMP_TO": directory, "MOSAIC_GPU_DUMP_PTX": "1"}
         with mock.patch.dict(os.environ, dump), without_compilation_cache():

@@ -41,6 +41,8 @@ class ResidualInputs(DecodeInputs):
     expand_key: jax.Array  # [K, R, H]
     expand_value: jax.Array  # [K, R, Hv]
     bias: Bias | None = None
+    # `query` as the GPU kernel reads it, if `gpu.prepare` has written it.
+    prepared: jax.Array | None = None
     scale: float = static()
     rope_base: rope.Base | None = static()  # None: the residual is not rotated
 

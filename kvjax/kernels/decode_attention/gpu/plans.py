@@ -257,6 +257,8 @@ class ResidualAdapter:
 
     def arrays(self, split: int) -> dict[str, jax.Array]:
         inputs, plan, g = self.inputs, self.plan, self.head_tiles
+        if inputs.prepared is not None:  # under RoPE alone
+            return dict(query=inputs.prepared) | self._rotated_arrays(split, inputs.prepared.dtype)
         q_BgkrH = _by_head_tile(inputs.query.astype(jnp.bfloat16), self.K, plan.heads)
         shared_BgHn = jnp.swapaxes(
             q_BgkrH.reshape(-1, g, plan.heads * plan.group_size, self.H), 2, 3

@@ -1,13 +1,19 @@
-"""The GPU kernel before decode attention: new queries, keys and values of MHA and GQA.
+"""The GPU kernel before decode attention: new queries, keys and values of MHA, GQA and LRKV.
 
-Grid (B, K + K + N): a program norms and rotates a key, or copies a value, into the sequence's slot
-of the cache, in place; or norms and rotates a query and writes it as `kernel` reads it. A program
-is one warpgroup, which holds 64 channels at a time in the layout of a column of wgmma's rows.
+Grid (B, heads). A program is one warpgroup, which holds 64 channels at a time in the layout of a
+column of wgmma's rows. It does one of
 
-It replaces nine programs of XLA. Rounding is the model's: to bfloat16 after the norm, and again
-after RoPE.
+    base key       norms it (without residuals), rotates it, appends it
+    base value     appends it
+    residual       appends a KV head's latents, and 1/rms of base + latent · expand
+    query          norms and rotates it, and writes it as `kernel` reads it
+    padding        zeroes the columns of a head tile that belong to no query
+
+where appending writes the sequence's slot of the cache, in place. It replaces nine programs of XLA,
+twelve with residuals. Rounding is the model's: to bfloat16 after a norm, and again after RoPE.
 """
 
+from collections.abc import Mapping
 import dataclasses
 import functools
 
@@ -17,128 +23,178 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from kvjax.foundation.rounding import round_up
-from kvjax.kernels.decode_attention.gpu.plans import COLUMNS
 from kvjax.kernels.decode_attention.gpu.ring import ROWS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Heads:
-    """Sizes, and where the product of the input with all projections has keys, values, queries.
+class Sizes:
+    """Sizes of a layer, and first channels in the product of its input with all projections.
 
     Attributes:
-      key, value, query: first channel of all heads' keys, values and queries.
+      R: rank of residuals; 0: none.
+      head_tiles, columns: of the plan of `kernel`.
       epsilon: of the RMSNorm of queries and keys; None: they are not normed.
+      first: first channel of all base_key, base_value, query, latent_key, latent_value.
     """
 
     N: int
     K: int
+    J: int
+    R: int
     H: int
     Hv: int
-    key: int
-    value: int
-    query: int
+    head_tiles: int
+    columns: int
     epsilon: float | None
-
-    @property
-    def columns(self) -> int:
-        """Queries of a KV head, padded as `kernel` reads them."""
-        return round_up(self.N // self.K, COLUMNS)
+    first: tuple[tuple[str, int], ...]
 
 
-def takes(H: int, Hv: int) -> bool:
+def takes(H: int, Hv: int, R: int) -> bool:
     """Returns True for heads whose halves, which RoPE pairs, are whole slabs of 64 channels."""
-    return H % (2 * ROWS) == 0 and Hv % ROWS == 0
+    return H % (2 * ROWS) == 0 and Hv % ROWS == 0 and R % ROWS == 0
 
 
-@functools.partial(jax.jit, static_argnames=("heads", "interpret"))
+@functools.partial(jax.jit, static_argnames=("sizes", "interpret"))
 def prepare(
     product_BE: jax.Array,
-    key_BKHS: jax.Array,
-    value_BKHS: jax.Array,
+    layer: Mapping[str, jax.Array],
     first_B: jax.Array,
     counts_B: jax.Array,
     rotary: tuple[jax.Array, jax.Array] | None,
+    expand_KRH: jax.Array | None = None,
     *,
-    heads: Heads,
+    sizes: Sizes,
     interpret=False,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Appends one token per sequence to the cache, and returns its queries and the cache.
 
     Args:
       product_BE: the layer's input times all projections, bfloat16.
-      key_BKHS, value_BKHS: the cache, bfloat16, which is updated in place.
+      layer: the cache's arrays, updated in place: base_key and base_value [B, J, H, S], with
+        residuals residual_key and residual_value [B, K, R, S], bfloat16, and key_scale [B, K, 1, S]
+        float32 if keys are normed.
       first_B: slot of each sequence's new token; S: the cache is full, and nothing is appended.
       counts_B: 1, or 0 for a sequence that appends nothing.
       rotary: cosines and sines of the new tokens' positions, [B, H/2] float32; None: no RoPE.
+      expand_KRH: expands residual keys.
 
     Returns:
-      Queries [B, K, H/64, columns, 64], zero beyond a KV head's own, and both caches.
+      Queries [B, head tiles, H/64, columns, 64], zero in columns without a query, and the cache.
     """
-    h, S = heads, key_BKHS.shape[-1]
-    row_layout = plgpu.Layout.WGMMA.reduce(1)  # [64], of which every warp holds 16
-    group = h.N // h.K
+    z, S = sizes, layer["base_key"].shape[-1]
+    first_channel, names = dict(z.first), list(layer)
+    own = z.N // z.head_tiles  # query heads of a head tile
+    wgmma, bf16 = plgpu.Layout.WGMMA, product_BE.dtype
+    inputs = dict(product=product_BE, first=first_B, counts=counts_B)
+    inputs |= dict(zip(("cos", "sin"), rotary, strict=True)) if rotary else {}
+    inputs |= dict(expand=expand_KRH) if z.R else {}
 
-    def load(ref, *at):  # [64] float32
-        return plgpu.load(ref.at[at], layout=row_layout, optimized=False).astype(jnp.float32)
+    def load(ref, *at, layout=wgmma.reduce(1)):  # [64] float32
+        return plgpu.load(ref.at[at], layout=layout, optimized=False).astype(jnp.float32)
 
-    def kernel(product, first, counts, *refs):
-        cos, sin = refs[:2] if rotary else (None, None)
-        key, value, queries = refs[-3:]
-        b, i = lax.axis_index("sequence"), lax.axis_index("head")
-        slot, bf16 = first[b], product_BE.dtype
-        appends = (counts[b] > 0) & (slot < S)
+    def kernel(*refs):
+        ref = dict(zip((*inputs, *names, "queries"), refs, strict=True))
+        b, index = lax.axis_index("sequence"), lax.axis_index("head")
+        slot = ref["first"][b]
+        appends = (ref["counts"][b] > 0) & (slot < S)
 
-        def normed_and_rotated(start):
-            """Yields (channel, [64] bfloat16) of a head's channels, which begin at `start`."""
-            x = [load(product, b, pl.ds(start + c, ROWS)) for c in range(0, h.H, ROWS)]
-            if h.epsilon is not None:
-                squares = functools.reduce(jnp.add, [x_H * x_H for x_H in x])
-                inverse = lax.rsqrt(jnp.sum(squares, axis=0) / h.H + h.epsilon)
-                x = [(x_H * inverse).astype(bf16).astype(jnp.float32) for x_H in x]
-            second = len(x) // 2  # slabs of the pairs' first channels, then of their second
-            for j in range(second) if rotary else ():
-                angles = b, pl.ds(j * ROWS, ROWS)
-                (x1, x2), c, s = (x[j], x[second + j]), load(cos, *angles), load(sin, *angles)
-                x[j], x[second + j] = x1 * c - x2 * s, x2 * c + x1 * s
-            return enumerate(x_H.astype(bf16) for x_H in x)
+        def append(name, head, row, x_H):
+            ref[name].at[b, head, pl.ds(row, ROWS), slot][...] = x_H.astype(bf16)
 
-        @pl.when((i < h.K) & appends)
-        def _():
-            for slab, x_H in normed_and_rotated(h.key + i * h.H):
-                key.at[b, i, pl.ds(slab * ROWS, ROWS), slot][...] = x_H
+        def channels(name, head, dim):
+            """Returns a head's channels of a projection, [64] float32 each."""
+            start = first_channel[name] + head * dim
+            return [load(ref["product"], b, pl.ds(start + c, ROWS)) for c in range(0, dim, ROWS)]
 
-        @pl.when((i >= h.K) & (i < 2 * h.K))
-        def _():
-            k = i - h.K
-            zero_H = plgpu.layout_cast(jnp.zeros((ROWS,), bf16), row_layout)
-            for column in range(group, h.columns):
-                for slab in range(h.H // ROWS):
-                    queries.at[b, k, slab, column][...] = zero_H
+        def normed(x):
+            if z.epsilon is None:
+                return x
+            inverse = _inverse_rms(x, z.H, z.epsilon)
+            return [_rounded(x_H * inverse, bf16) for x_H in x]
 
-            @pl.when(appends)
-            def _():
-                for c in range(0, h.Hv, ROWS):
-                    x_H = load(product, b, pl.ds(h.value + k * h.Hv + c, ROWS)).astype(bf16)
-                    value.at[b, k, pl.ds(c, ROWS), slot][...] = x_H
+        def rotated(x):
+            half = len(x) // 2  # slabs of the pairs' first channels, then of their second
+            for j in range(half) if rotary else ():
+                cos, sin = (load(ref[n], b, pl.ds(j * ROWS, ROWS)) for n in ("cos", "sin"))
+                x1, x2 = x[j], x[half + j]
+                x[j], x[half + j] = x1 * cos - x2 * sin, x2 * cos + x1 * sin
+            return x
 
-        @pl.when(i >= 2 * h.K)
-        def _():
-            n = i - 2 * h.K
-            k, column = lax.div(n, group), lax.rem(n, group)
-            for slab, x_H in normed_and_rotated(h.query + n * h.H):
-                queries.at[b, k, slab, column][...] = x_H
+        def base_key(j):
+            x = channels("base_key", j, z.H)
+            for i, x_H in enumerate(rotated(x if z.R else normed(x))):
+                append("base_key", j, i * ROWS, x_H)
+
+        def base_value(j):
+            for i, x_V in enumerate(channels("base_value", j, z.Hv)):
+                append("base_value", j, i * ROWS, x_V)
+
+        def residual(k):
+            for kind in ("key", "value"):
+                for i, x_R in enumerate(channels(f"latent_{kind}", k, z.R)):
+                    append(f"residual_{kind}", k, i * ROWS, x_R)
+            if "key_scale" in ref:
+                latents, key = channels("latent_key", k, z.R), []
+                base = first_channel["base_key"] + lax.div(k, z.K // z.J) * z.H
+                for h in range(0, z.H, ROWS):
+                    expanded_H = 0.0
+                    for i, latent_R in enumerate(latents):
+                        at = k, pl.ds(i * ROWS, ROWS), pl.ds(h, ROWS)
+                        expand_RH = load(ref["expand"], *at, layout=wgmma)
+                        latent_RH = lax.broadcast_in_dim(latent_R, expand_RH.shape, [0])
+                        expanded_H += jnp.sum(latent_RH * expand_RH, axis=0)
+                    at = b, pl.ds(base + h, ROWS)
+                    base_H = load(ref["product"], *at, layout=wgmma.reduce(0))
+                    key.append(_rounded(base_H + _rounded(expanded_H, bf16), bf16))
+                ref["key_scale"][b, k, 0, slot] = _inverse_rms(key, z.H, z.epsilon)
+
+        def query(n):
+            at = b, lax.div(n, own)
+            for i, x_H in enumerate(rotated(normed(channels("query", n, z.H)))):
+                ref["queries"].at[*at, i, lax.rem(n, own)][...] = x_H.astype(bf16)
+
+        def padding(tile):
+            zero_H = plgpu.layout_cast(jnp.zeros((ROWS,), bf16), wgmma.reduce(1))
+            for i in range(z.H // ROWS):
+                for column in range(own, z.columns):
+                    ref["queries"].at[b, tile, i, column][...] = zero_H
+
+        begin = 0
+        works = (query, base_key, base_value, residual, padding)
+        for count, work in zip(_counts(z), works, strict=True):
+            mine = (index >= begin) & (index < begin + count)
+            if work not in (query, padding):
+                mine &= appends
+            if count:
+                pl.when(mine)(functools.partial(work, index - begin))
+            begin += count
 
     B = product_BE.shape[0]
-    shape = (B, h.K, h.H // ROWS, h.columns, ROWS)
+    shape = (B, z.head_tiles, z.H // ROWS, z.columns, ROWS)
     run = plgpu.kernel(
         kernel,
-        out_type=jax.ShapeDtypeStruct(shape, product_BE.dtype),
-        grid=(B, 2 * h.K + h.N),
+        out_type=jax.ShapeDtypeStruct(shape, bf16),
+        grid=(B, sum(_counts(z))),
         grid_names=("sequence", "head"),
         interpret=interpret or None,
         kernel_name="prepare",
     )
-    key, value = jax.new_ref(key_BKHS), jax.new_ref(value_BKHS)
-    queries = run(product_BE, first_B, counts_B, *(rotary or ()), key, value)
-    return queries, jax.freeze(key), jax.freeze(value)
+    layer = {name: jax.new_ref(array) for name, array in layer.items()}
+    queries = run(*inputs.values(), *layer.values())
+    return queries, {name: jax.freeze(array) for name, array in layer.items()}
+
+
+def _counts(z: Sizes) -> tuple[int, ...]:
+    """Returns programs per sequence: queries, base keys, base values, residuals, paddings."""
+    paddings = 0 if z.N // z.head_tiles == z.columns else z.head_tiles
+    return z.N, z.J, z.J, z.K if z.R else 0, paddings
+
+
+def _inverse_rms(x: list[jax.Array], dim: int, epsilon: float) -> jax.Array:
+    """Returns 1/rms of a head's channels, given as [64] each."""
+    squares = functools.reduce(jnp.add, [x_H * x_H for x_H in x])
+    return lax.rsqrt(jnp.sum(squares, axis=0) / dim + epsilon)
+
+
+def _rounded(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    return x.astype(dtype).astype(jnp.float32)
