@@ -35,7 +35,7 @@ def _logits(keys, N: int):
             return jnp.einsum("BNH,BNHS->BNS", query_BNH, keys_BNHS)
         case operators.VectorKeys():
             return jnp.einsum("BHN,BNHS->BNS", x["query"], keys_BNHS)
-    # RotatingKeys: the query is rotated to each tile's first slot, then by the table to each slot.
+    # Rotated: the query is rotated to each tile's first slot, then by the table to each slot.
     (q, r), (cos, sin) = jnp.moveaxis(x["query"], 1, 0), jnp.moveaxis(x["angles"], 1, 0)
     q, r, cos, sin = q[:, None], r[:, None], cos[None, :, None], sin[None, :, None]
     rotated = q * cos + r * sin, r * cos - q * sin  # [B, tiles, N, H]
@@ -44,8 +44,16 @@ def _logits(keys, N: int):
         jnp.einsum("BtNH,NRH->BNRtH", rotated_part, x[name][kv_head])
         for rotated_part, name in zip(rotated, ("expand", "swapped"), strict=True)
     )
-    query_BNRS = (absorbed @ x["table"]).reshape(keys_BNHS.shape)
+    query_BNRS = (absorbed @ _table(x)).reshape(keys_BNHS.shape)
     return jnp.sum(query_BNRS * keys_BNHS, axis=2)
+
+
+def _table(x) -> jax.Array:
+    """Returns the cosines and sines of a tile's slots: [H, tile_kv]."""
+    if "table" in x:
+        return x["table"]
+    (E, _), H = x["right"].shape, x["left"].shape[1]
+    return jnp.concatenate([left.T @ x["right"] for left in x["left"].reshape(-1, E, H)], axis=1)
 
 
 def _values(component):

@@ -33,7 +33,7 @@ INTERPRET = pltpu.InterpretParams(
 )
 interpreted = functools.partial(tpu.decode_attention, interpret=INTERPRET)
 FLOAT32, BFLOAT16 = jnp.float32, jnp.bfloat16
-DIAGONAL, TRANSPOSED = tpu.ValueOperators(diagonal=True), tpu.ValueOperators(transposed=True)
+DIAGONAL, TRANSPOSED = tpu.Variant(diagonal=True), tpu.Variant(transposed=True)
 slow = pytest.mark.slow
 OF_RIVALS = [(name, FLOAT32 if name == "gta" else BFLOAT16) for name in RIVALS]
 
@@ -55,9 +55,9 @@ def _draw(*shape, sequences=(B,)):
     return jnp.asarray(_random.standard_normal((*sequences, *shape)), FLOAT32)
 
 
-def _components(delay_values):
-    """Returns every kind of keys and values, in different sizes, and a key scale."""
-    if not delay_values:  # values that are keys
+def _components(of_rotated):
+    """Returns kinds of keys and values, in different sizes, and a key scale."""
+    if of_rotated is None:  # values that are keys
         own = operators.VectorKeys(_draw(N, 32), _draw(3, 32, S))
         shared = operators.MatrixKeys(_draw(2, 3, 16), _draw(2, 16, S))
         return [
@@ -66,7 +66,7 @@ def _components(delay_values):
             Component(operators.MatrixKeys(_draw(1, N, 48), _draw(1, 48, S))),
         ], None
     expand_key, latents = _draw(3, 16, 32, sequences=()) / 4, _draw(3, 16, S)
-    rotating = operators.RotatingKeys(
+    rotating = of_rotated(
         _draw(N, 32), expand_key, latents, base=100.0, tile_kv=TILE_KV, origins=None
     )
     shared = operators.MatrixKeys(_draw(2, 3, 16), _draw(2, 16, S))
@@ -78,14 +78,14 @@ def _components(delay_values):
     ], 1 + 0.5 * jnp.tanh(_draw(3, 1, S))
 
 
-@pytest.mark.parametrize("delay_values", [False, True])
-def test_the_pipeline_is_a_softmax_over_the_sum_of_its_components_logits(delay_values):
+@pytest.mark.parametrize("of_rotated", [None, operators.RotatingKeys, operators.BasisKeys])
+def test_the_pipeline_is_a_softmax_over_the_sum_of_its_components_logits(of_rotated):
     """Two splits, one of them empty for a short sequence; two score tiles per tile."""
-    components, key_scale = _components(delay_values)
+    components, key_scale = _components(of_rotated)
     options = dict(
         heads=N, capacity=S, scale=0.25, key_scale=key_scale, tile_kv=TILE_KV, score_tile=128
     )
-    options |= dict(splits=2, delay_values=delay_values, vmem_bytes=2**26)
+    options |= dict(splits=2, delay_values=of_rotated is not None, vmem_bytes=2**26)
     first_B = jnp.asarray([600, 100], jnp.int32)
     run = jax.jit(functools.partial(attend, components, interpret=INTERPRET, **options))
     got, expected = run(first_B), plain.attend(components, first_B, **options)
@@ -96,9 +96,11 @@ def test_the_pipeline_is_a_softmax_over_the_sum_of_its_components_logits(delay_v
 
 CASES = [
     (GroupedSizes(N=3, K=3, H=16, Hv=32), {}),
-    (GroupedSizes(N=3, K=3, H=16, Hv=32), dict(values=DIAGONAL)),
+    (GroupedSizes(N=3, K=3, H=16, Hv=32), dict(variant=DIAGONAL)),
     (GroupedSizes(N=6, K=2, H=16, Hv=32), dict(tile_kv=128)),
     (ResidualSizes(N=6, K=3, R=16, H=128, Hv=32), dict(tile_kv=128, score_tile=128)),
+    (ResidualSizes(N=3, K=3, R=16, H=128, Hv=32), {}),
+    (ResidualSizes(N=3, K=3, R=16, H=128, Hv=32), dict(variant=tpu.Variant())),
     (ResidualSizes(N=12, K=6, J=2, R=16, H=32, Hv=48, rope_base=None, scaled=False), {}),
     (LatentSizes(N=6, C=32, P=16, Hv=48, J=2, key_channels=16), {}),
     (LatentSizes(N=3, C=48, P=0, Hv=0), dict(splits=2)),
@@ -149,15 +151,16 @@ def test_equals_the_definition_at_d12(mechanism, dtype):
     "mechanism, options",
     [
         ("mha", dict(splits=2)),
-        ("mha", dict(values=DIAGONAL)),
+        ("mha", dict(variant=DIAGONAL)),
         ("gqa", dict(splits=3)),
-        ("gqa", dict(values=TRANSPOSED)),
-        ("mla", dict(splits=2, values=TRANSPOSED)),
+        ("gqa", dict(variant=TRANSPOSED)),
+        ("mla", dict(splits=2, variant=TRANSPOSED)),
         ("lrkv", dict(splits=2)),
-        ("lrkv", dict(values=DIAGONAL)),
+        ("lrkv", dict(variant=DIAGONAL)),
+        ("lrkv", dict(variant=dataclasses.replace(TRANSPOSED, basis=True))),
         ("lrkv", dict(tile_kv=256, score_tile=256)),
         ("lrkv_gqa", dict(tile_kv=256, score_tile=128)),
-        ("lrkv_no_rope", dict(values=DIAGONAL, splits=2)),
+        ("lrkv_no_rope", dict(variant=DIAGONAL, splits=2)),
     ],
 )
 def test_splits_tiles_and_operators_of_values_change_nothing(mechanism, options):
@@ -225,7 +228,8 @@ def test_tpu_refusals_name_the_reason_and_the_fallback(change, message):
 
 # Upper bounds of scheduled bundles over the cycles in which HBM delivers the cache's bytes.
 MOST = dict(
-    lrkv=dict(v5e=0.40, v5p=0.50, v4=0.55),
+    lrkv=dict(v5e=0.29, v5p=0.42, v4=0.543, v6e=0.442),
+    lrkv_gqa=dict(v5e=0.70, v4=0.975, v6e=0.874),
     lrkv_no_rope=dict(v5e=0.60, v5p=0.60, v4=0.60),
     mha=dict(v5e=0.60, v5p=0.60, v4=0.60),
     gqa=dict(v5e=0.60, v5p=0.60, v4=0.60, v6e=0.285),
@@ -275,7 +279,7 @@ SIZES = [  # kind, shape, batch, length: tile_kv, score_tile, splits, bytes
     ("TPU v5", WIDE, 1, 4096, (256, 128, 2, 51_183_616)),
     ("TPU v5p", SHAPES["d36"]["gqa"], 1, 8192, (1024, 512, 2, 6_922_240)),
     ("TPU v5 lite", SHAPES["d36"]["mla"], 1, 32_768, (2048, 512, 1, 7_905_280)),
-    ("TPU v5e", SHAPES["d36"]["lrkv_gqa"], 3, 1152, (384, 512, 1, 6_019_072)),
+    ("TPU v5e", SHAPES["d36"]["lrkv_gqa"], 3, 1152, (384, 512, 1, 4_995_072)),
     ("TPU v6 lite", SHAPES["d36"]["thin_keys"], 1, 65_536, (4096, 512, 1, 49_815_552)),
     ("TPU v6e", SHAPES["d12"]["gta"], 1, 128, (128, 512, 1, 516_096)),
     (

@@ -9,9 +9,11 @@ orthogonal, so
 `rank_space_queries` then computes w(t) for all positions of a tile by two matrix products: the
 tile's table of cosines and sines has a low rank E (57 of 128 for 512 tokens; `rope.basis`). A
 cached token costs 2 R E + 2 R FLOPs per head, and a tile R H (3 + 2 E), instead of 2 R H per token
-to rebuild its key. The GPU kernel makes the basis for a whole split. The TPU kernel uses the full
-table, 2 R H on the matrix unit: it saves no FLOPs. What is left for the vector unit is R
-multiply-adds per key, not H.
+to rebuild its key. The GPU kernel makes the basis for a whole split. The TPU kernels let the vector
+unit do as little as possible per key. On v5e and v5p, and wherever query heads share a KV head,
+they have a basis of 128 tokens, and multiply latents with it on the matrix unit, which leaves
+E = 32 multiply-adds. Otherwise they use the full table, 2 R H on the matrix unit, which saves no
+FLOPs and leaves R multiply-adds, not H.
 
 The bytes that are read do not change: 5,192 per cached token and layer at d36, where MHA has 9,216.
 FLOPs of the residual's logits per head and cached token, without padding (H = 128, R = 64, RoPE
@@ -19,7 +21,8 @@ base 10,000):
 
     plain JAX   9,296  2 R E + 2 R + R H (3 + 2 E) / 512, E = 57 (tiles of 512 tokens)
     GPU         9,368  2 R · 64 + 2 · 64 + R H (3 + 2 · 64) / 1,024 (splits of 1,024 tokens)
-    TPU        16,524  2 R H + 2 R + 3 R H / 2,048 (tiles of 2,048 tokens)
+    TPU         8,262  2 R E + 2 R H E / 128 + 2 E + 3 R H / 4,096, E = 32 (tiles of 4,096 tokens)
+    v4, v6e    16,518  2 R H + 2 R + 3 R H / 4,096 (on v4 3 R H / 1,024)
 
 Tile sizes, each with its constraints in a comment there:
 

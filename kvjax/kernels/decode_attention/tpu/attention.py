@@ -2,10 +2,10 @@
 
 A cache layout's kernel is a list of components (`operators`) on one pipeline (`pipeline`, which has
 the picture of grid, tiles and buffers). LRKV under RoPE rotates the query in rank space, tile by
-tile (`operators.RotatingKeys`): a product with a constant table on the matrix unit, then R
-multiply-adds per key on the vector unit; a rebuilt key needs H, and more to rotate it. Tile sizes
-are chosen here. Tests compile the kernels ahead of time for v4, v5e, v5p and v6e, and run them in
-the interpreter.
+tile (`operators.RotatingKeys`, `operators.BasisKeys`): products with constant tables on the matrix
+unit, then R or fewer multiply-adds per key on the vector unit; a rebuilt key needs H, and more to
+rotate it. Tile sizes and operators are chosen here. Tests compile the kernels ahead of time for v4,
+v5e, v5p and v6e, and run them in the interpreter.
 """
 
 from collections.abc import Callable, Mapping
@@ -37,20 +37,21 @@ Cache = Mapping[str, jax.Array]
 # XLA runs.
 #
 # The default of tile_kv is an eighth of the capacity, between SHORTEST_TILE_KV and the chip's
-# `longest_tile_kv`, rounded down: 384 for a capacity of 1,152. A tile costs 250 to 700 bundles
-# besides its tokens (static, d36: `kvjax.kernels.profile`), which favours long tiles; a sequence's
-# last tile is always read whole, which favours short ones. Defaults shrink, to 128 at the least,
-# until they fit into VMEM (`_default_sizes`). Tuned sizes and arguments are not held against it:
-# what does not fit is an error of the compiler. Besides the cache's tiles, RotatingKeys' table
-# [H, tile_kv] grows with tile_kv, and its product [N·R, score_tile] in float32 with score_tile. The
-# FLOPs of `cache_layouts.rotating.flops` are with plain JAX's tile.
+# `longest_tile_kv` (4,096 where queries are rotated), rounded down: 384 for a capacity of 1,152. A
+# tile costs 250 to 960 bundles besides its tokens (static, d36: `kvjax.kernels.profile`), which
+# favours long tiles; a sequence's last tile is always read whole, which favours short ones.
+# Defaults shrink, to 128 at the least, until they fit into VMEM (`_default_sizes`). Tuned sizes and
+# arguments are not held against it: what does not fit is an error of the compiler. Besides the
+# cache's tiles, RotatingKeys' table [H, tile_kv] grows with tile_kv; products of all heads, such
+# as its [N·R, score_tile] in float32, with score_tile. The FLOPs of
+# `cache_layouts.rotating.flops` are with plain JAX's tile.
 SHORTEST_TILE_KV = 512
 DEFAULT_SCORE_TILE = 512
 
 
 @dataclasses.dataclass(frozen=True)
-class ValueOperators:
-    """Operators of values, of which the faster ones depend on the chip.
+class Variant:
+    """Operators of which the faster ones depend on the chip.
 
     Attributes:
       diagonal: True for `DiagonalValues`, False for `VectorValues`, where no two heads share
@@ -58,10 +59,14 @@ class ValueOperators:
         and 2.8 (experiments/LOG.md).
       transposed: see `operators.MatrixValues`. Bundles per token of GQA at d36, static: on v6e 1.03
         with and 1.33 without.
+      basis: True for `BasisKeys`, False for `RotatingKeys`, where each query head has a key of its
+        own. Bundles per token of LRKV at d36, static: on v5e 2.7 with and 3.0 without, on v6e 2.7
+        and 2.6.
     """
 
     diagonal: bool = False
     transposed: bool = False
+    basis: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,21 +75,23 @@ class _Chip:
 
     vmem_bytes: int = 16 * 2**20  # that the kernel may use
     cores: int = 1  # TensorCores that share its memory: a split for each if there is one sequence
-    values: ValueOperators = ValueOperators()
+    variant: Variant = Variant()
     longest_tile_kv: int = 2048  # by default
 
 
 _LARGE = 64 * 2**20
-_V6E = _Chip(vmem_bytes=_LARGE, values=ValueOperators(transposed=True), longest_tile_kv=4096)
+_V6E = _Chip(vmem_bytes=_LARGE, variant=Variant(transposed=True), longest_tile_kv=4096)
+_V5 = _Chip(vmem_bytes=_LARGE, variant=Variant(basis=True))
+_V5P = dataclasses.replace(_V5, cores=2)
 _CHIPS = {
-    "TPU v4": _Chip(cores=2, values=ValueOperators(diagonal=True)),  # half the vector slots of v5p
-    "TPU v5": _Chip(vmem_bytes=_LARGE, cores=2),  # v5p
-    "TPU v5p": _Chip(vmem_bytes=_LARGE, cores=2),
-    "TPU v5 lite": _Chip(vmem_bytes=_LARGE),
-    "TPU v5e": _Chip(vmem_bytes=_LARGE),
+    "TPU v4": _Chip(cores=2, variant=Variant(diagonal=True)),  # half the vector slots of v5p
+    "TPU v5": _V5P,
+    "TPU v5p": _V5P,
+    "TPU v5 lite": _V5,
+    "TPU v5e": _V5,
     "TPU v6 lite": _V6E,
     "TPU v6e": _V6E,
-    "cpu": _Chip(vmem_bytes=_LARGE),  # the interpreter
+    "cpu": _V5,  # the interpreter
 }
 
 
@@ -104,7 +111,7 @@ def attend_with_lse(
     tile_kv: int | None = None,
     score_tile: int | None = None,
     splits: int | None = None,
-    values: ValueOperators | None = None,
+    variant: Variant | None = None,
     interpret=False,
 ) -> tuple[jax.Array, jax.Array]:
     """Attends to the tokens of this chip's stripes: [B, 1, N, Hv], and log-sum-exps [B, 1, N].
@@ -118,7 +125,7 @@ def attend_with_lse(
         here and below: from `tuned.json`, or a default.
       score_tile: tokens of a tile that are scored at once, rounded down to a divisor of `tile_kv`.
       splits: splits of each sequence; one per core of the chip if there is one sequence.
-      values: the chip's, if None.
+      variant: the chip's, if None.
       interpret: False, or `pltpu.InterpretParams`.
 
     Raises:
@@ -145,7 +152,7 @@ def attend_with_lse(
         tile_kv=tile_kv,
         score_tile=_divisor(tile_kv, score_tile or sizes["score_tile"]),
         splits=splits or sizes["splits"],
-        values=values or chip.values,
+        variant=variant or chip.variant,
         vmem_bytes=chip.vmem_bytes,
         interpret=interpret,
     )
@@ -155,10 +162,10 @@ def attend_with_lse(
 
 @functools.partial(
     jax.jit,
-    static_argnames=("tile_kv", "score_tile", "splits", "values", "vmem_bytes", "interpret"),
+    static_argnames=("tile_kv", "score_tile", "splits", "variant", "vmem_bytes", "interpret"),
 )  # a function of its own in the program: lowered once for all layers of a model
-def _run(inputs, cache, first_B, origins, *, tile_kv, values, **options):
-    kernel = _kernel(inputs, cache, tile_kv, values, origins)
+def _run(inputs, cache, first_B, origins, *, tile_kv, variant, **options):
+    kernel = _kernel(inputs, cache, tile_kv, variant, origins)
     outputs, log_sum_exp_BN = attend(
         kernel.components,
         first_B,
@@ -222,7 +229,7 @@ def _vmem_bytes(inputs: DecodeInputs, cache: Cache, tile_kv: int, score_tile: in
     taken = []
 
     def measure(inputs: DecodeInputs, cache: Cache) -> None:
-        kernel = _kernel(inputs, cache, tile_kv, _chip().values)
+        kernel = _kernel(inputs, cache, tile_kv, _chip().variant)
         sizes = dict(tile_kv=tile_kv, score_tile=score_tile, key_scale=cache.get("key_scale"))
         taken.append(vmem_bytes(kernel.components, heads=inputs.query.shape[2], **sizes))
 
@@ -237,7 +244,9 @@ def _default_sizes(inputs: DecodeInputs, cache: Cache) -> dict[str, int]:
     256, then tile_kv to SHORTEST_TILE_KV, then both to 128.
     """
     S, chip = _capacity(cache), _chip()
-    tile_kv = _divisor(S, min(chip.longest_tile_kv, max(SHORTEST_TILE_KV, S // 8)))
+    rotates = isinstance(inputs, ResidualInputs) and inputs.rope_base is not None
+    longest = 4096 if rotates else chip.longest_tile_kv
+    tile_kv = _divisor(S, min(longest, max(SHORTEST_TILE_KV, S // 8)))
     score_tile = DEFAULT_SCORE_TILE
     while _vmem_bytes(inputs, cache, tile_kv, score_tile) > chip.vmem_bytes:
         if tile_kv == score_tile == LANES:
@@ -277,10 +286,10 @@ class _Kernel:
 
 
 def _kernel(
-    inputs: DecodeInputs, cache: Cache, tile_kv: int, values: ValueOperators, origins=None
+    inputs: DecodeInputs, cache: Cache, tile_kv: int, variant: Variant, origins=None
 ) -> _Kernel:
     """Returns the kernel for tiles that start at positions `origins`; None: of a whole cache."""
-    return _KERNELS[type(inputs)](inputs, cache, tile_kv, values, origins)
+    return _KERNELS[type(inputs)](inputs, cache, tile_kv, variant, origins)
 
 
 def _by_group(query_B1NH: jax.Array, K: int) -> jax.Array:
@@ -289,36 +298,32 @@ def _by_group(query_B1NH: jax.Array, K: int) -> jax.Array:
     return query_B1NH.reshape(B, K, N // K, H)
 
 
-def _values_of_heads(values_BKVS: jax.Array, N: int, values: ValueOperators):
-    """Returns the operator for values of each head; a diagonal needs a KV head per query head."""
-    if values.diagonal and N == values_BKVS.shape[1]:
+def _values_of_heads(values_BKVS: jax.Array, N: int, variant: Variant):
+    """Returns the operator for values [B, K, V, S] of N query heads."""
+    K, V = values_BKVS.shape[1:3]
+    if N > K:
+        return operators.MatrixValues(
+            values_BKVS, K=K, V=V, group=N // K, transposed=variant.transposed
+        )
+    if variant.diagonal:
         return operators.DiagonalValues(values_BKVS)
     return operators.VectorValues(values_BKVS, N=N)
 
 
 def _grouped(
-    inputs: GroupedInputs, cache: Cache, tile_kv: int, values: ValueOperators, origins
+    inputs: GroupedInputs, cache: Cache, tile_kv: int, variant: Variant, origins
 ) -> _Kernel:
     del tile_kv, origins
-    N, (K, V) = inputs.query.shape[2], cache["base_value"].shape[1:3]
+    N, K = inputs.query.shape[2], cache["base_value"].shape[1]
     if N == K:  # MHA: one query per key, head by head on the vector unit
-        component = Component(
-            operators.VectorKeys(inputs.query[:, 0], cache["base_key"]),
-            _values_of_heads(cache["base_value"], N, values),
-        )
+        keys = operators.VectorKeys(inputs.query[:, 0], cache["base_key"])
     else:
-        component = Component(
-            operators.MatrixKeys(_by_group(inputs.query, K), cache["base_key"]),
-            operators.MatrixValues(
-                cache["base_value"], K=K, V=V, group=N // K, transposed=values.transposed
-            ),
-        )
+        keys = operators.MatrixKeys(_by_group(inputs.query, K), cache["base_key"])
+    component = Component(keys, _values_of_heads(cache["base_value"], N, variant))
     return _Kernel([component], lambda o_BNV: o_BNV)
 
 
-def _latent(
-    inputs: LatentInputs, cache: Cache, tile_kv: int, values: ValueOperators, origins
-) -> _Kernel:
+def _latent(inputs: LatentInputs, cache: Cache, tile_kv: int, variant: Variant, origins) -> _Kernel:
     del tile_kv, origins
     N, latent_BJCS = inputs.query.shape[2], latent_lib.by_group(cache["latent"])
     J, C = latent_BJCS.shape[1:3]
@@ -326,7 +331,7 @@ def _latent(
     content = Component(
         operators.MatrixKeys(_by_group(query_B1NC, J), latent_BJCS),
         # None: the keys are the values.
-        operators.MatrixValues(None, K=J, V=C, group=N // J, transposed=values.transposed),
+        operators.MatrixValues(None, K=J, V=C, group=N // J, transposed=variant.transposed),
     )
     components = [content]
     if inputs.rope_query is not None:  # scores to add, without values of its own
@@ -345,19 +350,20 @@ def _latent(
 
 
 def _residual(
-    inputs: ResidualInputs, cache: Cache, tile_kv: int, values: ValueOperators, origins
+    inputs: ResidualInputs, cache: Cache, tile_kv: int, variant: Variant, origins
 ) -> _Kernel:
     B, _, N, _ = inputs.query.shape
     (J, V), (K, R) = cache["base_value"].shape[1:3], inputs.expand_key.shape[:2]
     base = Component(
         operators.MatrixKeys(_by_group(inputs.query, J), cache["base_key"]),
         operators.MatrixValues(
-            cache["base_value"], K=J, V=V, group=N // J, transposed=values.transposed
+            cache["base_value"], K=J, V=V, group=N // J, transposed=variant.transposed
         ),
     )
     rotated = inputs.rope_base is not None
     if rotated:  # the query in rank space depends on the position: rotated once per tile
-        keys = operators.RotatingKeys(
+        of_keys = operators.BasisKeys if variant.basis or N > K else operators.RotatingKeys
+        keys = of_keys(
             inputs.residual_query[:, 0],
             inputs.expand_key,
             cache["residual_key"],
@@ -369,7 +375,7 @@ def _residual(
         q_BKrH = _by_group(inputs.residual_query, K).astype(jnp.float32)
         u_BKrR = jnp.einsum("BKrH,KRH->BKrR", q_BKrH, inputs.expand_key.astype(jnp.float32))
         keys = operators.VectorKeys(u_BKrR.reshape(B, N, R), cache["residual_key"])
-    values_of_heads = _values_of_heads(cache["residual_value"], N, values)
+    values_of_heads = _values_of_heads(cache["residual_value"], N, variant)
 
     def expand(base_BNV: jax.Array, latent_BNR: jax.Array) -> jax.Array:  # LRKV eq. 4
         latent_BKrR = latent_BNR.reshape(B, K, N // K, R)

@@ -5,6 +5,7 @@ Keys   `MatrixKeys`      all query heads of a group at once, on the matrix unit:
        `VectorKeys`      head by head, on the vector unit: MHA, and LRKV's residual without RoPE,
                          where the query is absorbed into rank space (LRKV eq. 3)
        `RotatingKeys`    LRKV's residual under RoPE: a query in rank space for every position
+       `BasisKeys`       the same through a RoPE basis of 128 tokens, with fewer multiply-adds
 Values `MatrixValues`    all query heads of a group at once, on the matrix unit
        `VectorValues`    head by head, on the vector unit
        `DiagonalValues`  multiplies every head's weights with every head's values on the matrix
@@ -17,6 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.foundation.rounding import round_up
 from kvjax.kernels.decode_attention.tpu.interfaces import (
     LANES,
     ByHead,
@@ -109,13 +111,12 @@ class RotatingKeys(Keys):
     per tile; at d36 about 60 per byte of the cache, where plain JAX and the GPU kernel do 34.
 
     The constant table has the cosines and sines of slots 0 .. tile_kv - 1 of any tile. Unlike plain
-    JAX this factors no low-rank basis out of it (`cache_layouts.rotating`).
+    JAX this factors no low-rank basis out of it (`cache_layouts.rotating`); `BasisKeys` does.
     """
 
     def __init__(self, query_BNH, expand_KRH, latent_BKRS, *, base: float, tile_kv: int, origins):
         self.N, H = query_BNH.shape[1:]
         self.K, self.R = expand_KRH.shape[:2]
-        self.product_rows = self.N * self.R
         S, dtype = latent_BKRS.shape[-1], latent_BKRS.dtype
         q1, q2 = jnp.split(query_BNH.astype(jnp.float32), 2, axis=-1)
 
@@ -130,21 +131,28 @@ class RotatingKeys(Keys):
             origins = np.arange(-(-S // tile_kv)) * tile_kv
         cos, sin = _angles(origins, H, base)
         angles = jnp.stack([join(cos, cos), join(sin, -sin)], axis=1)
-        cos, sin = _angles(np.arange(tile_kv), H, base)
-        table_Hs = jnp.concatenate([cos.T, sin.T]).astype(dtype)
         inputs = {  # refs in the kernel
             "query": Input(query_B2NH, "sequence"),  # [1, 2, N, H]
             "expand": Input(expand_KRH.astype(dtype), "all"),  # [K, R, H]
             "swapped": Input(swapped_KRH.astype(dtype), "all"),  # [K, R, H]
             "angles": Input(angles, "tile"),  # [1, 2, H]
-            "table": Input(table_Hs, "all"),  # [H, tile_kv]
             "keys": Input(latent_BKRS, "keys"),  # [1, K, R, tile_kv]
         }
-        scratch = {
-            "rotated": pltpu.VMEM((2, self.N, H), jnp.float32),
-            "rank_queries": pltpu.VMEM((self.N * self.R, H), dtype),
-        }
+        scratch = {"rotated": pltpu.VMEM((2, self.N, H), jnp.float32)}
         super().__init__(inputs, scratch)
+        self._prepare(H, base, tile_kv, dtype)
+
+    def _prepare(self, H: int, base, tile_kv: int, dtype) -> None:
+        """Adds constant inputs, and scratch `rank_queries` in the latents' dtype."""
+        cos, sin = _angles(np.arange(tile_kv), H, base)
+        table_Hs = jnp.concatenate([cos.T, sin.T]).astype(dtype)
+        self.product_rows = self.N * self.R
+        self.inputs["table"] = Input(table_Hs, "all")  # [H, tile_kv]
+        self.scratch["rank_queries"] = pltpu.VMEM((self.product_rows, H), dtype)
+
+    def _first_row(self, n: int) -> int:
+        """Returns the first of head n's R rows in `rank_queries`."""
+        return n * self.R
 
     def rotate(self, refs: Refs) -> None:
         cos, sin = refs["angles"][0, 0:1, :], refs["angles"][0, 1:2, :]
@@ -152,7 +160,7 @@ class RotatingKeys(Keys):
         refs["rotated"][0] = first_NH * cos + second_NH * sin
         refs["rotated"][1] = second_NH * cos - first_NH * sin
         for n in range(self.N):  # row by row: 3-d broadcasts over sublanes do not compile for v4
-            k, rows = n * self.K // self.N, slice(n * self.R, (n + 1) * self.R)
+            k, rows = n * self.K // self.N, pl.ds(self._first_row(n), self.R)
             expand_RH, swapped_RH = (refs[x][k].astype(jnp.float32) for x in ("expand", "swapped"))
             first, second = refs["rotated"][0, n : n + 1, :], refs["rotated"][1, n : n + 1, :]
             rank_query_RH = first * expand_RH + second * swapped_RH
@@ -169,6 +177,114 @@ class RotatingKeys(Keys):
                 scores[c, n] = z_1s[:, c * LANES : (c + 1) * LANES]
 
         return head
+
+
+class BasisKeys(RotatingKeys):
+    """`RotatingKeys` whose table is factored, 128 tokens at a time, into a RoPE basis.
+
+    The table of 128 consecutive slots is left [H, E] · right [E, 128], with E = 32 for H = 128 and
+    base 10,000 in bfloat16. Only left depends on which slots of the tile they are, so that scores
+    are right · (leftᵀ Wᵀ latents), summed over E:
+
+        per tile        rank_queries [blocks · width, H]  W, vector unit
+        per 128 tokens  leftᵀ · Wᵀ [E, width]             queries in the basis, matrix unit
+                        · latents [E, 128]                matrix unit
+                        times right [E, 128], summed over E: one multiply-add per element
+
+    FLOPs per head and cached token: 2 R E + 2 R H E / 128 on the matrix unit, half of
+    `RotatingKeys`; 2 E on the vector unit, half again, which need not convert latents to float32.
+
+    A block of W has one query of each of `packed` KV heads, as many as fill 128 lanes; the latents
+    of one of them are multiplied with zeros in place of the others'.
+    """
+
+    def _prepare(self, H: int, base, tile_kv: int, dtype) -> None:
+        self.group = self.N // self.K
+        self.packed = min(max(1, LANES // self.R), self.K)
+        self.width = self.packed * self.R
+        self.bundles = -(-self.K // self.packed)  # of KV heads
+        runs = tile_kv // LANES
+        left_EH, right_El = _basis(H, base, runs, dtype)
+        self.E = right_El.shape[0]
+        blocks = self.bundles * self.group
+        self.product_rows = (self.N + blocks) * self.E
+        self.inputs["left"] = Input(left_EH, "all")  # [runs·E, H]
+        self.inputs["right"] = Input(right_El, "all")  # [E, 128]
+        in_basis = (self.bundles, runs, self.group * self.E, self.width)
+        self.scratch["rank_queries"] = pltpu.VMEM((blocks * self.width, H), dtype)
+        self.scratch["basis_queries"] = pltpu.VMEM(in_basis, dtype)
+
+    def _block(self, bundle: int, query: int) -> int:
+        """Returns the first row of a block in `rank_queries`."""
+        return (bundle * self.group + query) * self.width
+
+    def _first_row(self, n: int) -> int:
+        k, query = divmod(n, self.group)
+        bundle, place = divmod(k, self.packed)
+        return self._block(bundle, query) + place * self.R
+
+    def start(self, refs: Refs) -> None:
+        if self.bundles * self.packed > self.K:  # places without a KV head: NaN times 0 is NaN
+            refs["rank_queries"][...] = jnp.zeros_like(refs["rank_queries"])
+
+    def score(self, refs: Refs, tokens: pl.Slice, scores: Rows) -> ByHead:
+        # Every query in the basis before the first product with latents, and every product before
+        # the first head's vector work: else the scheduler has each wait for the one before (5.4
+        # bundles per token instead of 2.8 on v5e: experiments/LOG.md).
+        E, count = self.E, tokens.size // LANES
+        left_rows = pl.ds(tokens.start // LANES * E, count * E)
+        for bundle in range(self.bundles):
+            for query in range(self.group):
+                rows = pl.ds(self._block(bundle, query), self.width)
+                query_EW = _dot(refs["left"][left_rows, :], refs["rank_queries"][rows, :], _NT)
+                query_EW = query_EW.astype(refs["basis_queries"].dtype)
+                at = slice(query * E, (query + 1) * E)
+                for c, (run, _) in enumerate(columns(tokens)):
+                    refs["basis_queries"][bundle, run, at, :] = query_EW[c * E : (c + 1) * E]
+        products = {}  # [r·E, 128] by KV head and run of 128 tokens
+        for k in range(self.K):
+            bundle, place = divmod(k, self.packed)
+            for c, (run, at) in enumerate(columns(tokens)):
+                latents_Wl = self._among_zeros(refs["keys"][0, k, :, at], place)
+                products[k, c] = _dot(refs["basis_queries"][bundle, run], latents_Wl)
+
+        def head(n: int) -> None:
+            k, query = divmod(n, self.group)
+            for c in range(count):
+                product_El = products[k, c][query * E : (query + 1) * E]
+                scores[c, n] = jnp.sum(product_El * refs["right"][...], axis=0, keepdims=True)
+
+        return head
+
+    def _among_zeros(self, latent_Rl: jax.Array, place: int) -> jax.Array:
+        """Returns a KV head's latents at its place in a bundle, and zeros: [width, 128]."""
+        rows = [jnp.zeros_like(latent_Rl)] * self.packed
+        rows[place] = latent_Rl
+        return jnp.concatenate(rows, axis=0)
+
+
+def _basis(H: int, base, count: int, dtype) -> tuple[jax.Array, jax.Array]:
+    """Factors the tables of `count` consecutive runs of 128 slots, from slot 0 on.
+
+    Returns left [count · E, H], of which each run has E rows, and right [E, 128], which all share.
+    """
+    # The least squared error of rank 32 is four times as large in a run's first and last slot as on
+    # average; with their weights doubled it is twice as large.
+    slots = np.arange(LANES)
+    weights = 1 + np.abs(2 * slots / (LANES - 1) - 1) ** 16
+    frequencies = rope.frequencies(H, base)
+    angle = np.outer(frequencies, slots)
+    table = np.concatenate([np.cos(angle), np.sin(angle)]) * weights
+    left_HE, values, right_El = np.linalg.svd(table, full_matrices=False)
+    E = round_up(int(np.sum(values > jnp.finfo(dtype).eps / 2 * values[0])), 16)
+    left_HE, right_El = left_HE[:, :E] * np.sqrt(values[:E]), right_El[:E] / weights
+    right_El *= np.sqrt(values[:E, None])
+    cos, sin = np.split(left_HE, 2)
+    angle = np.outer(np.arange(count) * LANES, frequencies)[:, :, None]
+    # A run's table is that of slots 0 .. 127, rotated by the run's first slot.
+    rotated = cos * np.cos(angle) - sin * np.sin(angle), sin * np.cos(angle) + cos * np.sin(angle)
+    left_EH = np.swapaxes(np.concatenate(rotated, axis=1), 1, 2).reshape(-1, H)
+    return jnp.asarray(left_EH, dtype), jnp.asarray(right_El, jnp.float32)
 
 
 def _angles(at: np.ndarray | jax.Array, dim: int, base: float) -> tuple[jax.Array, jax.Array]:
