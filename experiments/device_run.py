@@ -4,22 +4,25 @@
     python -m experiments.device_run --run --deadline=570        # on the card
     python -m experiments.device_run --table                     # again, from the rows
 
---make compiles every program of every stage for the device and writes build/device/DEVICE; a
-program that is there already, from the same sources, is not compiled again. --run measures in
-stages: memory, whether kernels agree with the definition, XLA's options for a whole decode step,
-kernels, decode steps, training. Each stage is a process of its own with a share of the deadline;
-its rows are appended to --rows as they come, and a stage without time is skipped. A program that
-cannot be loaded is compiled on the card, and a note says why. The table comes last.
+--make compiles kernels and decode steps for the device and writes build/device/DEVICE; a program
+that is there already, from the same sources, is not compiled again. cuDNN's kernels and training
+need the card. --run measures in stages: memory, whether kernels agree with the definition, XLA's
+options for a whole decode step, kernels, decode steps, training. Each stage is a process of its own
+with a share of the deadline; its rows are appended to --rows as they come, and a stage without time
+is skipped. A program that cannot be loaded is compiled on the card, and a note says why. The table
+comes last; the status is 1 if a kernel disagrees or a stage was stopped.
 """
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
+import contextlib
 import dataclasses
 import functools
 import itertools
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import time
@@ -35,7 +38,7 @@ from kvjax.foundation.checkout import ROOT
 from kvjax.foundation.configuration import at_least
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.output import Output
-from kvjax.hardware import topology
+from kvjax.hardware import datasheets, topology
 from kvjax.kernels.profile import agreement, measured, side_by_side, timing
 from kvjax.kernels.profile.measured import Run
 
@@ -162,7 +165,7 @@ def _make(plan: Plan, folder: prepared.Folder, out: Output) -> int:
     device = None if plan.device == "cpu" else topology.gpu_device(plan.device)
     size = failures = 0
     for key, make, options in programs(plan):
-        entry = folder.add(key, make(), device, **options)
+        entry = folder.add(key, make, device, **options)
         size += entry.get("bytes", 0)
         failures += "why" in entry
         figures = entry.get("why") or f"{entry['bytes'] / 1e6:.2f} MB, {entry['seconds']:.0f} s"
@@ -176,31 +179,43 @@ def _make(plan: Plan, folder: prepared.Folder, out: Output) -> int:
 Rows = Callable[[dict], None]  # keeps a row; a stage's last argument is the folder of the rows
 
 
-def _with(stage: str, load: side_by_side.Load) -> side_by_side.Load:
-    return lambda key: load((stage, *key))
+def _with(stage: str, plan: Plan, load: side_by_side.Load) -> side_by_side.Load:
+    """Returns `load` for keys (mechanism, implementation, ...); libraries have no programs."""
+    return lambda key: None if key[1] in plan.libraries else load((stage, *key))
 
 
 def _memory(plan: Plan, load: side_by_side.Load, keep: Rows, out: pathlib.Path) -> None:
     """Measures the rates of a copy and of a sum, which only reads."""
     copy, num_bytes = timing.copy(target=0.05)
     array = jnp.zeros(num_bytes // 8, jnp.int32)
-    total = jax.jit(lambda x, i: jnp.sum(x + i, dtype=jnp.int32))
-    reads = [timing.seconds(lambda i=i: total(array, i)) for i in range(9)]
-    copies = [copy() for _ in range(5)]
-    device = jax.devices()[0].device_kind
-    rates = dict(copy_gbps=num_bytes / min(copies) / 1e9, read_gbps=array.nbytes / min(reads) / 1e9)
-    keep(dict(device=device) | rates)
+
+    def make(rounds: int):
+        @jax.jit
+        def run(x):
+            return jax.lax.fori_loop(0, rounds, lambda _, total: total + jnp.sum(x + total), 0)
+
+        return lambda: run(array)
+
+    samples = dict(copy=copy, read=timing.slope(make, 1, target=0.05))
+    seconds = {
+        name: timing.spread(measured).median
+        for name, measured in timing.interleaved(samples, 5).items()
+    }
+    rates = dict(
+        copy_gbps=num_bytes / seconds["copy"] / 1e9, read_gbps=array.nbytes / seconds["read"] / 1e9
+    )
+    keep(dict(device=jax.devices()[0].device_kind) | rates)
 
 
 def _check(plan: Plan, load: side_by_side.Load, keep: Rows, out: pathlib.Path) -> None:
     for point in plan.checked:
         names = dict(points=(point,), implementations=(plan.implementation,))
-        agreement.check(plan.run(_with("check", load), **names), keep)
+        agreement.check(plan.run(_with("check", plan, load), **names), keep)
 
 
 def _kernels(plan: Plan, load: side_by_side.Load, keep: Rows, out: pathlib.Path) -> None:
     for point in plan.points:
-        measured.measure(plan.run(_with("kernels", load), points=(point,)), keep)
+        measured.measure(plan.run(_with("kernels", plan, load), points=(point,)), keep)
 
 
 def _step(plan: Plan, key: tuple, options: dict, load: side_by_side.Load) -> dict:
@@ -257,18 +272,26 @@ STAGES: dict[str, tuple[float, Callable]] = {  # share of the deadline, and func
 }
 
 
-def _stage(name: str, plan: Plan, folder: prepared.Folder, rows: pathlib.Path) -> None:
-    """Measures one stage in this process; appends its rows."""
+def _stage(name: str, plan: Plan, folder: pathlib.Path, rows: pathlib.Path) -> None:
+    """Measures one stage in this process; appends its rows.
+
+    Raises:
+      UserError: another device is present than the plan is for.
+    """
     runtime.start()
+    known = datasheets.for_device(jax.devices()[0])
+    present = known.name if known else jax.default_backend()
+    if present != plan.device:
+        raise UserError(f"--device={plan.device}: this machine has {present}")
 
     def keep(row: Mapping) -> None:
         _append(rows, dict(stage=name, **row))
 
-    try:
-        STAGES[name][1](plan, folder.load, keep, rows.parent)
-    finally:
-        for program, why in folder.reasons.items():
-            _append(rows, dict(stage=name, program=program, compiled_here=why))
+    def note(program: str, why: str) -> None:
+        keep(dict(program=program, compiled_here=why))
+
+    programs = prepared.Folder(folder, prepared.source_digest(ROOT), note)
+    STAGES[name][1](plan, programs.load, keep, rows.parent)
 
 
 def _append(rows: pathlib.Path, row: dict) -> None:
@@ -289,15 +312,22 @@ def _run(options: argparse.Namespace, rows: pathlib.Path) -> None:
             continue
         command = [sys.executable, "-m", "experiments.device_run", f"--stage={name}"]
         command += [f"--device={options.device}", f"--folder={options.folder}", f"--rows={rows}"]
-        try:
-            status = subprocess.run(
-                command, timeout=seconds, stdout=sys.stderr, check=False
-            ).returncode
-        except subprocess.TimeoutExpired:
-            _append(rows, dict(stage=name, stopped=f"after {seconds:.0f} s"))
-            continue
-        if status:
-            _append(rows, dict(stage=name, stopped=f"status {status}"))
+        if why := _stopped(command, seconds):
+            _append(rows, dict(stage=name, stopped=why))
+
+
+def _stopped(command: Sequence[str], seconds: float) -> str:
+    """Runs a command, and kills all its processes after `seconds`; returns why it failed, or ""."""
+    process = subprocess.Popen(command, stdout=sys.stderr, start_new_session=True)
+    try:
+        status = process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return f"after {seconds:.0f} s"
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # its children too, or they hold the card
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return f"status {status}" if status else ""
 
 
 # -- tables ----------------------------------------------------------------------------------------
@@ -320,12 +350,16 @@ def _show(plan: Plan, rows: Sequence[dict], out: Output) -> None:
                 step["of_copy"] = step["gbps"] / row["copy_gbps"]
     if by_stage["check"]:
         out.show(agreement.table(by_stage["check"], plan.run()))
-    if by_stage["kernels"]:
-        out.show(measured.table(by_stage["kernels"], f"kernels on {plan.device}"))
+    kernels: list[dict] = []
+    for _, at_point in itertools.groupby(by_stage["kernels"], lambda r: (r["batch"], r["length"])):
+        kernels += measured.add_public_speedup(list(at_point))
+    if kernels:
+        out.show(measured.table(kernels, f"kernels on {plan.device}"))
     for stage in ("flags", "steps"):
         if by_stage[stage]:
             options = {"XLA's options": "{options}"} if stage == "flags" else {}
-            out.table(*runner.table(options | steps_lib.COLUMNS, by_stage[stage]))
+            steps = steps_lib.with_mha(by_stage[stage])
+            out.table(*runner.table(options | steps_lib.COLUMNS, steps))
     for result in by_stage["training"]:
         for row in result.get("rows", [result]):
             speed = row.get("why") or f"{row['tokens_per_second']:,.0f} tokens/s"
@@ -337,9 +371,13 @@ def _show(plan: Plan, rows: Sequence[dict], out: Output) -> None:
 
 
 def _read(rows: pathlib.Path) -> list[dict]:
+    """Returns the rows of a run, the first of which names its device."""
     if not rows.exists():
         raise UserError(f"--rows={rows}: no such file")
-    return [json.loads(line) for line in rows.read_text().splitlines()]
+    found = [json.loads(line) for line in rows.read_text().splitlines()]
+    if not found or "device" not in found[0]:
+        raise UserError(f"--rows={rows}: no rows of --run")
+    return found
 
 
 def main(arguments: list[str]) -> int:
@@ -367,15 +405,17 @@ def main(arguments: list[str]) -> int:
     out = Output(options)
     if options.make:
         return _make(plan, prepared.Folder(folder, prepared.source_digest(ROOT)), out)
+    if options.run and rows.exists():
+        raise UserError(f"--rows={rows}: has the rows of a run: name another file, or move it")
     if options.stage:
-        _stage(options.stage, plan, prepared.Folder(folder, prepared.source_digest(ROOT)), rows)
+        _stage(options.stage, plan, folder, rows)
         return 0
     if options.run:
         rows.parent.mkdir(parents=True, exist_ok=True)
-        rows.unlink(missing_ok=True)
         _run(options, rows)
-    _show(plan, _read(rows), out)
-    return 0
+    found = _read(rows)
+    _show(PLANS[found[0]["device"]], found, out)
+    return 1 if any("stopped" in row or row.get("agrees") is False for row in found) else 0
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
 """Programs compiled on one machine for another: serialised XLA executables in a folder.
 
 `index.json` has each program's file, size, digest and seconds of compilation, or the reason why it
-does not compile there. A program is loaded if JAX's version and the sources are those it was
-compiled with; otherwise whoever needs it compiles it.
+does not compile there. A program is loaded if sources, tuned tile sizes and JAX's version are those
+it was compiled with; otherwise whoever needs it compiles it.
 
 Loading runs code from the folder: load only what you have made yourself.
 """
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 import hashlib
 import json
 import lzma
@@ -15,9 +15,12 @@ import pathlib
 import pickle
 import time
 
+from etils import epath
 import jax
 from jax.experimental import serialize_executable
+import jaxlib
 
+from kvjax.foundation import target
 from kvjax.foundation.errors import UserError, first_line
 from kvjax.hardware import topology
 from kvjax.kernels.profile import gpu_static
@@ -34,10 +37,11 @@ def name_of(key: Hashable) -> str:
 
 
 def source_digest(root: pathlib.Path) -> str:
-    """Returns a digest of all Python files that may change a program."""
-    digest = hashlib.sha256()
+    """Returns a digest of the versions and files that may change a program."""
+    digest = hashlib.sha256(f"{jax.__version__} {jaxlib.__version__}".encode())
     for folder in _SOURCES:
-        for path in sorted((root / folder).rglob("*.py")):
+        files = {*(root / folder).rglob("*.py"), *(root / folder / "kernels").rglob("*.json")}
+        for path in sorted(files):
             digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 
@@ -45,21 +49,28 @@ def source_digest(root: pathlib.Path) -> str:
 class Folder:
     """A folder of programs for one device.
 
-    Attributes:
-      reasons: why a program was not loaded, by name.
+    Args:
+      source: see `source_digest`.
+      on_failure: called with name and reason when a program cannot be loaded.
     """
 
-    def __init__(self, path: pathlib.Path, source: str):
-        self.path, self._source = path, source
-        self.reasons: dict[str, str] = {}
+    def __init__(
+        self,
+        path: pathlib.Path,
+        source: str,
+        on_failure: Callable[[str, str], None] = lambda name, why: None,
+    ):
+        self.path, self._source, self._on_failure = path, source, on_failure
         index = path / _INDEX
         try:
             self._index = json.loads(index.read_text()) if index.exists() else {}
         except ValueError as error:
             raise UserError(f"{index}: not JSON: delete the folder ({error})") from error
 
-    def add(self, key: Hashable, program: Program, device: jax.Device | None, **options) -> dict:
-        """Compiles a program and stores it; returns its entry of the index.
+    def add(
+        self, key: Hashable, make: Callable[[], Program], device: jax.Device | None, **options
+    ) -> dict:
+        """Compiles a program and stores it, unless it is there; returns its entry of the index.
 
         Args:
           device: of a topology; None: the device present.
@@ -67,33 +78,32 @@ class Folder:
         """
         name, start = name_of(key), time.monotonic()
         known = self._index.get(name, {})
-        if "file" in known and known["source"] == self._source:
+        if known.get("source") == self._source and (self.path / known.get("file", "")).is_file():
             return known
         try:
-            lowered = _lowered(program, device)
+            lowered = _lowered(make(), device)
             with gpu_static.without_compilation_cache():
                 compiled = lowered.compile(compiler_options=options or None)
             data = lzma.compress(pickle.dumps(serialize_executable.serialize(compiled)), preset=1)
         except Exception as error:  # other programs are made nevertheless
             entry = dict(why=f"{type(error).__name__}: {first_line(error)}")
         else:
-            self.path.mkdir(parents=True, exist_ok=True)
             file = f"{name}.xc"
-            (self.path / file).write_bytes(data)
+            target.write(epath.Path(self.path), {file: data}, "--folder")
             entry = dict(file=file, bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
         entry |= dict(seconds=round(time.monotonic() - start, 1))
-        self._index[name] = entry | dict(source=self._source, jax=jax.__version__)
-        self.path.mkdir(parents=True, exist_ok=True)
-        (self.path / _INDEX).write_text(json.dumps(self._index, indent=1))
+        self._index[name] = entry | dict(source=self._source)
+        index = json.dumps(self._index, indent=1).encode()
+        target.write(epath.Path(self.path), {_INDEX: index}, "--folder")
         return self._index[name]
 
     def load(self, key: Hashable) -> jax.stages.Compiled | None:
-        """Returns a stored program; None, with the reason in `reasons`, if it cannot be used."""
+        """Returns a stored program; None, after `on_failure`, if it cannot be used."""
         name = name_of(key)
         try:
             return self._load(self._index.get(name))
         except Exception as error:  # of a file, a version, or XLA's check of the device
-            self.reasons[name] = first_line(error)
+            self._on_failure(name, first_line(error))
             return None
 
     def _load(self, entry: Mapping | None) -> jax.stages.Compiled:
@@ -101,8 +111,8 @@ class Folder:
             raise ValueError("it was not prepared")
         if "why" in entry:
             raise ValueError(f"it did not compile before: {entry['why']}")
-        if (entry["source"], entry["jax"]) != (self._source, jax.__version__):
-            raise ValueError(f"prepared from other sources, or by JAX {entry['jax']}")
+        if entry["source"] != self._source:
+            raise ValueError("prepared from other sources, or by another JAX")
         data = (self.path / entry["file"]).read_bytes()
         if hashlib.sha256(data).hexdigest() != entry["sha256"]:
             raise ValueError(f"{entry['file']} is damaged")

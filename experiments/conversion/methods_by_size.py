@@ -32,7 +32,7 @@ _SECONDS_PER_POINT = 150.0  # on two CPU cores
 
 
 class _InMemory:
-    """A model whose weights stay in memory: it is evaluated twice, and converted once."""
+    """A model whose weights stay in memory, so that two evaluations do not convert it twice."""
 
     def __init__(self, model: model_lib.LazyModel):
         self._model, self.read = model, functools.cache(model.read)

@@ -230,6 +230,7 @@ def _conversion(source: epath.Path, out: epath.Path, variant: str) -> list[str]:
     options |= dict(calibrate=TEXT, calibrate_tokens=CALIBRATION_TOKENS, row_length=ROW_LENGTH)
     options["evaluate_tokens"] = 0
     command = ["-m", "kvjax.convert", *(f"--{key}={value}" for key, value in options.items())]
+    command.append("--no-refit")  # as when the results were measured
     return command if aligned else [*command, "--no-align"]
 
 

@@ -12,14 +12,15 @@ whole prompt with its question, and keeps the share --cache of them; the answer'
 
 from collections.abc import Iterator
 import json
+import os
 import pathlib
+import shutil
 import subprocess
 import tempfile
 
 from etils import epath
 
 from experiments.benchmarks import runner
-from experiments.benchmarks.beside_transformers import check_python
 from experiments.benchmarks.runner import Option, Options
 from experiments.evaluation.scores import percent
 from kvjax.convert import export, huggingface, into_folder, model as model_lib
@@ -36,21 +37,26 @@ _CHILD = "import sys, kvpress_answers as k; k.main(*sys.argv[1:])"
 
 OPTIONS = {
     "workdir": Option("runs/smollm2", "workdir of the model"),
-    "python": Option(str(ROOT / ".venv-kvpress/bin/python"), "Python with torch and kvpress"),
+    "python": Option(
+        str(ROOT / ".venv-kvpress/bin/python"),
+        "Python with torch and kvpress",
+        parse=lambda option, value: os.path.abspath(shutil.which(value) or value),
+    ),
     "press": Option(list(PRESSES), "press, may be repeated", known=PRESSES),
     "task": Option(
         ["vt", "niah_single_1"], "task, may be repeated", known=tuple(ruler_tasks.TASKS)
     ),
     "ruler_lengths": Option("1024", "tokens of a prompt and its answer"),
     "ruler_samples": Option(ruler.SAMPLES, "questions per task and length"),
-    "cache": Option(0.5, "share of the prompt's tokens that are kept", least=0.0, most=1.0),
+    "cache": Option(0.5, "share of the prompt's tokens that are kept", least=0.01, most=1.0),
 }
 
 
 def measured(options: Options) -> dict:
     """Returns each press's score on each task, and the share of tokens that it kept."""
     run = trained.find(options.workdir)
-    check_python(options.python)
+    if not os.access(options.python, os.X_OK):
+        raise UserError(f"--python={options.python}: cannot be run; --help says how to make it")
     dialogue = dialogue_lib.of(run)
     given = ruler.options(
         [f"ruler_{task}" for task in options.task],

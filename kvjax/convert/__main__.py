@@ -109,9 +109,8 @@ def make_parser() -> command_line.Parser:
     add("--calibrate", default="embedded", help="text that the method is fitted to (embedded)")
     add("--calibrate_tokens", type=int, default=32_768, help="number of its tokens (32768)")
     text = "regress each layer's output projection on what the original's attention returns for "
-    text += (
-        "this text, where that lowers the error on rows set apart (yes, but with objective weights)"
-    )
+    text += "this text, where that lowers the error on rows set apart (yes; no with gqa or with "
+    text += "objective weights)"
     add("--refit", action=argparse.BooleanOptionalAction, default=None, help=text)
     text = "text whose validation split measures the perplexity before and after (embedded)"
     add("--evaluate", default="embedded", help=text)

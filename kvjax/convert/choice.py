@@ -40,7 +40,10 @@ _SIZE_KEY_WEIGHT = 3.0
 
 
 class Choice(NamedTuple):
-    """The methods of all layers; `compared` has each candidate's title and perplexity."""
+    """The methods of all layers.
+
+    `compared` has the title and perplexity of the best candidate of each method.
+    """
 
     methods: list[Method]
     compared: tuple[tuple[str, float], ...] = ()

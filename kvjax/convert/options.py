@@ -72,7 +72,7 @@ def _check(options: argparse.Namespace, default: Callable[[str], object]) -> Non
         at_least("evaluate_tokens", options.evaluate_tokens, 0)
     for name, methods in _METHODS_WITH.items():
         value = getattr(options, name)
-        if value == default(name):
+        if value == default(name) or (name == "refit" and not value):
             continue
         if options.method not in methods:
             raise UserError(f"--{name}={value}: only with --method={' or '.join(methods)}")

@@ -103,7 +103,7 @@ class _Point:
                 on_row(row)
             contenders.free()
         self.mha = None
-        return _add_public_speedup(sorted(rows, key=lambda r: _order(r, self.run)))
+        return add_public_speedup(sorted(rows, key=lambda r: _order(r, self.run)))
 
     def _fits_beside_mha(self, mechanism: str) -> bool:
         if mechanism == "mha" or "mha" not in self.sizes:
@@ -173,7 +173,7 @@ def _speedup(baseline: _Baseline, mha: float, seconds: float) -> dict:
     return dict(speedup=mha / seconds, mha_seconds=mha, mha_by=baseline.implementation) | fallback
 
 
-def _add_public_speedup(rows: list[dict]) -> list[dict]:
+def add_public_speedup(rows: list[dict]) -> list[dict]:
     """Adds the speedup over the fastest library's MHA to the rows of a batch and length."""
     public = {
         r["implementation"]: r["seconds"]["median"]

@@ -14,7 +14,6 @@ def test_answers_are_scored_as_ruler_scores_them(tmp_path, monkeypatch, capsys):
     """The first answer has the number that its prompt hides, the second has not."""
     workdir = workdirs.write(tmp_path / "run")
     monkeypatch.setattr(record, "RESULTS", tmp_path / "results")
-    monkeypatch.setattr(token_eviction, "check_python", lambda python: None)
 
     def answers(options, run, questions):
         (task,) = questions["tasks"]
