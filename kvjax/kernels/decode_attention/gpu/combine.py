@@ -7,8 +7,9 @@ Grid (B, query heads, parts of the output's channels). One program is one warpgr
     o [64 · parts]               Σ over splits   share · o of the split     float32
     o + latentᵀ · expand [R, 64] LRKV: adds the residual (LRKV eq. 4)
 
-It replaces seven programs of XLA. Splits that a sequence does not reach were not written, so they
-are never read: their shares are 0, and the loop over splits ends before them.
+A decode step has four programs fewer per layer of LRKV with it, two of MHA, three of MLA. Splits
+that a sequence does not reach were not written, so they are never read: their shares are 0, and the
+loop over splits ends before them.
 
 With programmatic dependent launch the kernel starts while the last programs of `kernel` still run,
 and loads `expand`; `griddepcontrol_wait` returns when all of their stores are visible.

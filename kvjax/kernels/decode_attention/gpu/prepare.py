@@ -7,10 +7,10 @@ column of wgmma's rows. It does one of
     base value     appends it
     residual       appends a KV head's latents, and 1/rms of base + latent · expand
     query          norms and rotates it, and writes it as `kernel` reads it
-    padding        zeroes the columns of a head tile that belong to no query
 
-where appending writes the sequence's slot of the cache, in place. It replaces nine programs of XLA,
-twelve with residuals. Rounding is the model's: to bfloat16 after a norm, and again after RoPE.
+where appending writes the sequence's slot of the cache, in place. A decode step has five programs
+fewer per layer of MHA with it, nine per layer of LRKV (experiments/LOG.md). Rounding is the
+model's: to bfloat16 after a norm, and again after RoPE.
 """
 
 from collections.abc import Mapping
@@ -79,7 +79,8 @@ def prepare(
       expand_KRH: expands residual keys.
 
     Returns:
-      Queries [B, head tiles, H/64, columns, 64], zero in columns without a query, and the cache.
+      Queries [B, head tiles, H/64, columns, 64], and the cache. Columns without a query are not
+      written: nothing reads what attention makes of them.
     """
     z, S = sizes, layer["base_key"].shape[-1]
     first_channel, names = dict(z.first), list(layer)
@@ -153,17 +154,11 @@ def prepare(
             for i, x_H in enumerate(rotated(normed(channels("query", n, z.H)))):
                 ref["queries"].at[*at, i, lax.rem(n, own)][...] = x_H.astype(bf16)
 
-        def padding(tile):
-            zero_H = plgpu.layout_cast(jnp.zeros((ROWS,), bf16), wgmma.reduce(1))
-            for i in range(z.H // ROWS):
-                for column in range(own, z.columns):
-                    ref["queries"].at[b, tile, i, column][...] = zero_H
-
         begin = 0
-        works = (query, base_key, base_value, residual, padding)
+        works = (query, base_key, base_value, residual)
         for count, work in zip(_counts(z), works, strict=True):
             mine = (index >= begin) & (index < begin + count)
-            if work not in (query, padding):
+            if work is not query:
                 mine &= appends
             if count:
                 pl.when(mine)(functools.partial(work, index - begin))
@@ -185,9 +180,8 @@ def prepare(
 
 
 def _counts(z: Sizes) -> tuple[int, ...]:
-    """Returns programs per sequence: queries, base keys, base values, residuals, paddings."""
-    paddings = 0 if z.N // z.head_tiles == z.columns else z.head_tiles
-    return z.N, z.J, z.J, z.K if z.R else 0, paddings
+    """Returns programs per sequence: queries, base keys, base values, residuals."""
+    return z.N, z.J, z.J, z.K if z.R else 0
 
 
 def _inverse_rms(x: list[jax.Array], dim: int, epsilon: float) -> jax.Array:
