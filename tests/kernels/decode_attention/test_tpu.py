@@ -228,8 +228,8 @@ def test_tpu_refusals_name_the_reason_and_the_fallback(change, message):
 
 # Upper bounds of scheduled bundles over the cycles in which HBM delivers the cache's bytes.
 MOST = dict(
-    lrkv=dict(v5e=0.29, v5p=0.42, v4=0.543, v6e=0.442),
-    lrkv_gqa=dict(v5e=0.70, v4=0.975, v6e=0.874),
+    lrkv=dict(v5e=0.275, v5p=0.395, v4=0.543, v6e=0.442),
+    lrkv_gqa=dict(v5e=0.63, v5p=0.91, v4=0.976, v6e=0.878),
     lrkv_no_rope=dict(v5e=0.60, v5p=0.60, v4=0.60),
     mha=dict(v5e=0.60, v5p=0.60, v4=0.60),
     gqa=dict(v5e=0.60, v5p=0.60, v4=0.60, v6e=0.285),

@@ -60,7 +60,7 @@ class Variant:
       transposed: see `operators.MatrixValues`. Bundles per token of GQA at d36, static: on v6e 1.03
         with and 1.33 without.
       basis: True for `BasisKeys`, False for `RotatingKeys`, where each query head has a key of its
-        own. Bundles per token of LRKV at d36, static: on v5e 2.7 with and 3.0 without, on v6e 2.7
+        own. Bundles per token of LRKV at d36, static: on v5e 2.5 with and 3.0 without, on v6e 2.7
         and 2.6.
     """
 
