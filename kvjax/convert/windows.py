@@ -162,7 +162,9 @@ def every(interval: int, *, key: str = "") -> WindowKeys:
         return _window(window, kinds)
 
     def write(block: BlockConfig) -> dict:
-        return dict(sliding_window=block.window or None, layer_types=layer_types(block))
+        # transformers makes masks of a window even if no layer has one: null would be an error.
+        window = dict(sliding_window=block.window) if block.window else {}
+        return window | dict(layer_types=layer_types(block))
 
     return WindowKeys(read, write, frozenset({key} if key else ()))
 

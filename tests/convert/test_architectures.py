@@ -170,9 +170,13 @@ def test_two_bases_of_gemma3(keys, base, local, factor):
 )
 def test_no_layer_has_a_window(family, keys, factor):
     """The base of layers with a window counts for none, in a config that has it."""
-    model = sections(family | dict(layer_types=[FULL, FULL]) | keys).model
+    found = sections(family | dict(layer_types=[FULL, FULL]) | keys)
+    model = found.model
     assert (model["rope_base"], model["rope_factor"]) == (7.0, factor)
     assert not model["window"] and not model["window_rope_base"]
+    written = architectures.FAMILIES[family["model_type"]].config_json(found.transformer, 64)
+    assert "sliding_window" not in written  # transformers refuses null
+    assert sections(family | written) == found
 
 
 @pytest.mark.parametrize(
