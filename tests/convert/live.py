@@ -99,6 +99,7 @@ def test_transformers_runs_deepseek_exports_and_caches_c_and_p(tmp_path, engine)
         found[name] = np.abs(ours_BTV - theirs["logits"]).max() / np.abs(ours_BTV).max()
         # The continuation that they found, if each of its tokens is our most likely one.
         whole_BT = np.concatenate([tokens_BT, theirs["greedy"]], axis=1)
+        assert theirs["greedy"].shape[1] > 0, name
         likely_BT = comparison.logits(models[name], whole_BT).argmax(-1)
         np.testing.assert_array_equal(likely_BT[:, 23:-1], theirs["greedy"])
         config = json.loads((folder / "config.json").read_text())

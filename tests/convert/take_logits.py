@@ -3,9 +3,9 @@
     .venv-live/bin/python tests/convert/take_logits.py FOLDER ...
 
 Each folder has tokens.npy, int32 [B, T], and gets logits.npz: logits [B, T, V] in float32; `greedy`
-[B, NEW], the most likely continuation; `cached` [L], the numbers that a layer's cache holds per
-token; and `ids`, the tokens of TEXT. Needs torch and transformers (constraints-live.txt), not
-kvjax.
+[B, NEW], the most likely continuation (no token, if positions end before); `cached` [L], the
+numbers that a layer's cache holds per token; and `ids`, the tokens of TEXT. Needs torch and
+transformers (constraints-live.txt), not kvjax.
 """
 
 import json
@@ -32,13 +32,15 @@ def take(folder: pathlib.Path) -> None:
     tokens_BT = torch.as_tensor(np.load(folder / "tokens.npy")).long()
     with torch.no_grad():
         found = model.eval()(tokens_BT, use_cache=True)
-        greedy_BT = model.generate(
-            tokens_BT,
-            attention_mask=torch.ones_like(tokens_BT),
-            max_new_tokens=NEW,
-            min_new_tokens=NEW,
-            do_sample=False,
-        )[:, tokens_BT.shape[1] :]
+        greedy_BT = tokens_BT[:, :0]
+        if tokens_BT.shape[1] + NEW <= model.config.max_position_embeddings:
+            greedy_BT = model.generate(
+                tokens_BT,
+                attention_mask=torch.ones_like(tokens_BT),
+                max_new_tokens=NEW,
+                min_new_tokens=NEW,
+                do_sample=False,
+            )[:, tokens_BT.shape[1] :]
     cached = [
         sum(x.numel() for x in (layer.keys, layer.values)) // tokens_BT.numel()
         for layer in found.past_key_values.layers
