@@ -70,12 +70,13 @@ def combine(
         b, head, part = (lax.axis_index(name) for name in ("sequence", "head", "part"))
         head_tile, column = lax.div(head, columns), lax.rem(head, columns)
         channel = part * parts * ROWS
+        if not interpret:
+            # Stores of the other kernel, and of whatever cast the weights -> the loads below.
+            plgpu.griddepcontrol_wait()
         expand_RV = []
-        for r in range(0, R, ROWS):  # read before the wait, since no kernel writes weights
+        for r in range(0, R, ROWS):
             of_head = expand.at[lax.div(head, group), pl.ds(r, ROWS), pl.ds(channel, ROWS)]
             expand_RV.append(load(of_head, layout=wgmma).astype(jnp.float32))
-        if not interpret:
-            plgpu.griddepcontrol_wait()  # stores of the other kernel -> the loads below
         # A split is reached if the sequence's new token is in it or after it.
         reached = lax.min(lax.div(first[b], split) + 1, splits)
 

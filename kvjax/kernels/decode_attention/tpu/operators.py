@@ -12,6 +12,8 @@ Values `MatrixValues`    all query heads of a group at once, on the matrix unit
                          unit, and keeps the products of a head with itself
 """
 
+import functools
+
 import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -204,7 +206,8 @@ class BasisKeys(RotatingKeys):
         self.width = self.packed * self.R
         self.bundles = -(-self.K // self.packed)  # of KV heads
         runs = tile_kv // LANES
-        left_EH, right_El = _basis(H, base, runs, dtype)
+        left_EH, right_El = _basis(H, base, runs, jnp.dtype(dtype))
+        left_EH, right_El = jnp.asarray(left_EH, dtype), jnp.asarray(right_El, jnp.float32)
         self.E = right_El.shape[0]
         blocks = self.bundles * self.group
         self.product_rows = (self.N + blocks) * self.E
@@ -263,8 +266,15 @@ class BasisKeys(RotatingKeys):
         return jnp.concatenate(rows, axis=0)
 
 
-def _basis(H: int, base, count: int, dtype) -> tuple[jax.Array, jax.Array]:
+@functools.cache  # a model's layers share it
+def _basis(H: int, base, count: int, dtype: jnp.dtype) -> tuple[np.ndarray, np.ndarray]:
     """Factors the tables of `count` consecutive runs of 128 slots, from slot 0 on.
+
+    In bfloat16 a base of 10,000 has rank 32: the largest error of the table is then 1.5e-2, where
+    rounding it costs 2e-3, and that of outputs 6.2 thousandths of the largest instead of 3.6.
+
+    Args:
+      dtype: of the queries in the basis; it sets the rank.
 
     Returns left [count · E, H], of which each run has E rows, and right [E, 128], which all share.
     """
@@ -284,7 +294,7 @@ def _basis(H: int, base, count: int, dtype) -> tuple[jax.Array, jax.Array]:
     # A run's table is that of slots 0 .. 127, rotated by the run's first slot.
     rotated = cos * np.cos(angle) - sin * np.sin(angle), sin * np.cos(angle) + cos * np.sin(angle)
     left_EH = np.swapaxes(np.concatenate(rotated, axis=1), 1, 2).reshape(-1, H)
-    return jnp.asarray(left_EH, dtype), jnp.asarray(right_El, jnp.float32)
+    return left_EH, right_El
 
 
 def _angles(at: np.ndarray | jax.Array, dim: int, base: float) -> tuple[jax.Array, jax.Array]:
