@@ -35,12 +35,19 @@ from kvjax.workdir import dialogue as dialogue_lib, trained
 PRESSES = ("none", "snapkv", "expected_attention", "knorm", "streaming_llm")
 _CHILD = "import sys, kvpress_answers as k; k.main(*sys.argv[1:])"
 
+
+def _absolute(option: str, value: str) -> str:
+    """Returns the path of a program, since kvpress starts in another folder."""
+    del option
+    return os.path.abspath(shutil.which(value) or value)
+
+
 OPTIONS = {
     "workdir": Option("runs/smollm2", "workdir of the model"),
     "python": Option(
         str(ROOT / ".venv-kvpress/bin/python"),
         "Python with torch and kvpress",
-        parse=lambda option, value: os.path.abspath(shutil.which(value) or value),
+        parse=_absolute,
     ),
     "press": Option(list(PRESSES), "press, may be repeated", known=PRESSES),
     "task": Option(

@@ -104,7 +104,7 @@ def family_of(c: PublishedConfig) -> Family:
     """
     kind = c.values.get("model_type")
     if isinstance(kind, str) and kind in _EXPERTS:
-        raise c.error("model_type", "its layers are mixtures of experts (MoE), which kvjax has not")
+        raise c.error("model_type", "mixtures of experts (MoE) are not supported")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise c.error("model_type", f"must be one of {', '.join(FAMILIES)}")
     quantised = "weights are quantised: load the model with transformers, dequantise it and save it"

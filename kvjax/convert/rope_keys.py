@@ -64,7 +64,9 @@ def read(c: PublishedConfig, *, base: float = 10_000.0, yarn: bool = True) -> di
             "is not supported: past original_max_position_embeddings tokens, all keys of a text "
             "have other frequencies, those already cached too",
         )
-    kinds = ("default", "llama3", "linear", *(("yarn",) if yarn else ()))
+    if not yarn and scaling.values.get("rope_type") == "yarn":
+        raise scaling.error("rope_type", "is not supported: this family's YaRN is LongRoPE")
+    kinds = ("default", "llama3", "linear", "yarn")
     kind = scaling.one_of("rope_type", {name: name for name in kinds}, "default")
     if scaling.number("partial_rotary_factor", 1.0) != 1:
         raise scaling.error("partial_rotary_factor", "must be 1: RoPE rotates all channels")

@@ -91,11 +91,12 @@ def _unstacked(stack: jax.Array, length: int) -> list[jax.Array]:
 def packs(sharding: jax.sharding.Sharding) -> bool:
     """Returns True if the projections of weights with this sharding are packed.
 
-    Not on a CPU, where a packed matrix would be a copy of weights that are views (`_unstacked`).
-    Not if weights are sharded: heads over `tensor` would lie across the parts of a packed matrix.
+    Not on a CPU, where a packed matrix would be a copy of weights that are views (`_unstacked`);
+    not on a TPU, where it has not been compared. Not if weights are sharded: heads over `tensor`
+    would lie across the parts of a packed matrix.
     """
     platforms = {device.platform for device in sharding.device_set}
-    return "cpu" not in platforms and sharding.is_fully_replicated
+    return not platforms & {"cpu", "tpu"} and sharding.is_fully_replicated
 
 
 def allocate(config: TransformerConfig, compute: Compute, *, batch: int, capacity: int) -> Cache:

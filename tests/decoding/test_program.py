@@ -148,7 +148,7 @@ LAUNCHES = {"LRKV": 14, "MHA": 13, "MLA": 21}
 @pytest.mark.aot
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_programs_of_a_layer_on_a_gpu(no_compilation_cache, name):
-    """Every program costs about 1.5 us; none copies the weights of the projections."""
+    """Counts what a second layer adds; no program copies the weights of the projections."""
     pytest.importorskip("jax_cuda13_plugin")
     mesh = program.make_mesh(1, [topology.gpu_device("h200")])
 

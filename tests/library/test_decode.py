@@ -86,9 +86,24 @@ def test_layouts_are_those_of_the_mechanisms(name):
             query, cache.arrays, cache.lengths, **options, **capped, return_lse=True
         )
         np.testing.assert_allclose(found, expected, atol=1e-12)
-        assert np.abs(lse_capped).max() <= 0.3 + np.log(3)  # of at most 3 logits in [-0.3, 0.3]
+        z_BTNS = _capped_logits(inputs, cache.arrays, lengths - T, **capped)
+        np.testing.assert_allclose(lse_capped, np.log(np.exp(z_BTNS).sum(axis=-1)), atol=1e-12)
         found = decode_attention(query, cache.arrays, cache.lengths, **options, **capped)
         np.testing.assert_allclose(found, expected, atol=1e-12)
+
+
+def _capped_logits(inputs, cache, first_B, *, softcap, window):
+    """Returns logits [B, T, N, S] by the layout's definition, -inf outside the window."""
+    by_token = {name: np.moveaxis(np.asarray(x), -1, 1) for name, x in cache.items()}
+    q_BTNH, k_BSKH, _ = map(np.asarray, inputs.expand(by_token))
+    k_BSNH = np.repeat(k_BSKH, q_BTNH.shape[2] // k_BSKH.shape[2], axis=2)
+    z_BTNS = softcap * np.tanh(
+        inputs.scale / softcap * np.einsum("BTNH,BSNH->BTNS", q_BTNH, k_BSNH)
+    )
+    last_BT1 = (np.asarray(first_B)[:, None] + np.arange(q_BTNH.shape[1]))[..., None]
+    slot_S = np.arange(k_BSNH.shape[1])
+    visible_BTS = (slot_S <= last_BT1) & (slot_S > last_BT1 - window)
+    return np.where(visible_BTS[:, :, None], z_BTNS, -np.inf)
 
 
 def _required(layout):

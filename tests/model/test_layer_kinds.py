@@ -36,7 +36,7 @@ def test_patterns(letters, layers_of_units, number):
 
 
 def test_no_split_is_smaller():
-    """Of all splits of all short sequences of two kinds."""
+    """Compares with every split of every short sequence of two kinds."""
 
     def unit(layers):
         sizes = (size for size in range(1, len(layers) + 1) if len(layers) % size == 0)

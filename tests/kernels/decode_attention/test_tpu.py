@@ -23,6 +23,7 @@ from kvjax.kernels.decode_attention.tpu import attention as tpu, operators
 from kvjax.kernels.decode_attention.tpu.interfaces import Component
 from kvjax.kernels.decode_attention.tpu.pipeline import attend
 from kvjax.kernels.profile import tpu_static
+from kvjax.layers import rope
 from tests.kernels.decode_attention import agreement, components as plain
 
 INTERPRET = pltpu.InterpretParams(
@@ -342,3 +343,19 @@ def test_compiles_without_a_copy_of_the_cache(name, mechanism):
         copies = [line for line in lines if " copy(" in line or "copy-start(" in line]
         assert not [line for line in copies if f",{S}]" in line]
         assert compiled.memory_analysis().temp_size_in_bytes < 1e6  # of 2 to 600 MB of cache
+
+
+@pytest.mark.parametrize("dtype, most", [("bfloat16", 1.6e-2), ("float32", 1e-6)])
+@pytest.mark.parametrize(
+    "base",
+    [100.0, 1e4, 1e6, rope.Llama3(5e5, 8.0, 1.0, 4.0, 8192), rope.Yarn(1e6, 4.0, 1.0, 32.0, 4096)],
+)
+def test_a_basis_of_128_slots_gives_the_table_of_every_run(base, dtype, most):
+    """left · right is the table of cosines and sines of rope.rotary, run by run."""
+    left_EH, right_El = operators._basis(128, base, 3, jnp.dtype(dtype))
+    E = len(right_El)
+    table = np.concatenate([left_EH[i * E : (i + 1) * E].T @ right_El for i in range(3)], axis=1)
+    with jax.enable_x64(True):
+        angles = rope.rotary(jnp.arange(384)[None], 128, base)
+        exact = np.concatenate([np.asarray(a[0], np.float64).T for a in angles])
+    assert np.abs(table - exact).max() <= most

@@ -43,7 +43,7 @@ def decode_attention(
     wgmma_in_flight: int | None = None,
     interpret=False,
 ) -> jax.Array:
-    """See `api.decode_attention`: [B, 1, N, Hv] in float32, rounded to the dtype of the queries.
+    """See `api.decode_attention`: [B, 1, N, Hv] in float32, each rounded to the queries' dtype.
 
     Args:
       tile_kv: tokens of a tile, 64 or 128 (64 where queries are rotated); None: the plan's, see

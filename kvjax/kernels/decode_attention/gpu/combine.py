@@ -11,8 +11,9 @@ A decode step has four programs fewer per layer of LRKV with it, two of MHA, thr
 that a sequence does not reach were not written, so they are never read: their shares are 0, and the
 loop over splits ends before them.
 
-With programmatic dependent launch the kernel starts while the last programs of `kernel` still run,
-and loads `expand`; `griddepcontrol_wait` returns when all of their stores are visible.
+With programmatic dependent launch the kernel starts while the last programs of `kernel` still
+run. `griddepcontrol_wait` returns when all stores of earlier kernels are visible; it precedes all
+loads.
 """
 
 import functools
@@ -24,9 +25,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from kvjax.kernels.decode_attention.gpu.plans import Plan
+from kvjax.kernels.decode_attention.gpu.program import MASKED, to_rows
 from kvjax.kernels.decode_attention.gpu.ring import ROWS
 
-_UNREACHED = -1e30  # maximum of a split that the sequence does not reach; exp2 of it is 0
 _AHEAD = 16  # splits whose loads are in flight at once; divides ROWS
 _PARTS = 4  # 64 channels each, that one program merges at most
 _PROGRAMS = 132  # multiprocessors; fewer parts per program if the grid would leave some empty
@@ -89,13 +90,13 @@ def combine(
         def over_splits(reduce, combine, parts):
             return functools.reduce(combine, [reduce(x_Xn, axis=0) for x_Xn in parts])
 
-        maximum_Xn = list(of_splits(maximum, _UNREACHED))
+        maximum_Xn = list(of_splits(maximum, MASKED))
         max_n = over_splits(jnp.max, jnp.maximum, maximum_Xn)
-        share_Xn = [jnp.exp2(x_Xn - _to_rows(max_n, x_Xn)) for x_Xn in maximum_Xn]
+        share_Xn = [jnp.exp2(x_Xn - to_rows(max_n, x_Xn)) for x_Xn in maximum_Xn]
         total_Xn = [s * t for s, t in zip(share_Xn, of_splits(total, 0.0), strict=True)]
         total_n = over_splits(jnp.sum, jnp.add, total_Xn)
         for i, x_Xn in enumerate(share_Xn):
-            shares[pl.ds(i * ROWS, ROWS)] = x_Xn / _to_rows(total_n, x_Xn)
+            shares[pl.ds(i * ROWS, ROWS)] = x_Xn / to_rows(total_n, x_Xn)
 
         starts = [channel + i * ROWS for i in range(parts)]
         own = V + lax.div(column, group) * R  # the first of the KV head's latents
@@ -141,8 +142,3 @@ def _parts(heads: int, count: int) -> int:
     """Returns how many of a head's `count` parts one program merges."""
     allowed = [p for p in range(1, _PARTS + 1) if count % p == 0]
     return max([p for p in allowed if heads * count // p >= _PROGRAMS], default=1)
-
-
-def _to_rows(x_n: jax.Array, like_Xn: jax.Array) -> jax.Array:
-    """Repeats x over the rows of `like_Xn`."""
-    return lax.broadcast_in_dim(x_n, like_Xn.shape, [1])

@@ -80,7 +80,7 @@ def prepare(
 
     Returns:
       Queries [B, head tiles, H/64, columns, 64], and the cache. Columns without a query are not
-      written: nothing reads what attention makes of them.
+      written, and `combine` reads none of their outputs.
     """
     z, S = sizes, layer["base_key"].shape[-1]
     first_channel, names = dict(z.first), list(layer)

@@ -17,7 +17,7 @@ from kvjax.kernels.decode_attention.gpu import rank_space
 from kvjax.kernels.decode_attention.gpu.plans import Plan
 from kvjax.kernels.decode_attention.gpu.ring import ROWS, Ring, pin_here
 
-_MASKED = -1e30  # finite: a row of -inf alone would give NaN
+MASKED = -1e30  # finite: a row of -inf alone would give NaN; exp2 of it is 0
 _LOG2E = math.log2(math.e)
 # A register layout for 16 rows of a slab: 4 rows of 64 elements per warp, 8 neighbours per thread.
 _SIXTEEN_ROWS = plgpu.Layout.TILED(
@@ -44,7 +44,7 @@ class Program:
         def zeros(rows):
             return plgpu.layout_cast(jnp.zeros((rows, n), jnp.float32), layout)
 
-        maximum_n = plgpu.layout_cast(jnp.full((n,), _MASKED, jnp.float32), layout.reduce(0))
+        maximum_n = plgpu.layout_cast(jnp.full((n,), MASKED, jnp.float32), layout.reduce(0))
         carry = maximum_n, zeros(self.ring.tile_kv), [zeros(ROWS) for _ in self.plan.values]
         maximum_n, total_sn, o = lax.fori_loop(0, self.ring.tiles, self.attend_tile, carry)
         # Written once, unnormalised: the caller merges splits by maximum and total.
@@ -106,13 +106,13 @@ class Program:
         # Softmax in registers; the maximum over rows is a reduction over warps.
         new_n = jnp.maximum(maximum_n, jnp.max(z_sn, axis=0))
         decay_n = jnp.exp2(maximum_n - new_n)
-        p_sn = jnp.exp2(z_sn - _to_rows(new_n, z_sn))
+        p_sn = jnp.exp2(z_sn - to_rows(new_n, z_sn))
         # wgmma takes its right operand from shared memory. The previous tile's products into it
         # were waited for when their accumulators were read.
         weights = self.ref["weights"]
         weights.at[0].transpose((1, 0))[...] = p_sn.astype(weights.dtype)
         plgpu.commit_smem()  # store to weights -> the value products
-        total_sn = total_sn * _to_rows(decay_n, z_sn) + p_sn  # float32, not the rounded weights
+        total_sn = total_sn * to_rows(decay_n, z_sn) + p_sn  # float32, not the rounded weights
         # Waits for the value slabs and releases them.
         return new_n, total_sn, self.accumulate_values(t, o, decay_n)
 
@@ -203,7 +203,7 @@ class Program:
     def masked(self, t, z_sn: jax.Array) -> jax.Array:
         """Masks the scores of slots after the sequence's new token."""
         slot_sn = self.ring.start + t * self.ring.tile_kv + _iota(z_sn.shape, 0)
-        return jnp.where(slot_sn <= self.first, z_sn, _MASKED)
+        return jnp.where(slot_sn <= self.first, z_sn, MASKED)
 
     # -- values -----------------------------------------------------------------------------------
 
@@ -233,7 +233,7 @@ class Program:
             for i, added_Vn in zip(batch, added, strict=True):
                 # Without the barrier LLVM moves all additions to the end of the tile, where all
                 # accumulators are live at once and spill.
-                out.append(lax.optimization_barrier(o[i] * _to_rows(decay_n, o[i]) + added_Vn))
+                out.append(lax.optimization_barrier(o[i] * to_rows(decay_n, o[i]) + added_Vn))
         return out
 
     def zero_unwritten(self, t, value) -> None:
@@ -267,7 +267,7 @@ def _load_in_order(accs, then: Callable = lambda x: x) -> list[jax.Array]:
     return [then(load(acc, wait_n=n)) for acc, n in zip(accs, younger, strict=True)]
 
 
-def _to_rows(x_n: jax.Array, like_sn: jax.Array) -> jax.Array:
+def to_rows(x_n: jax.Array, like_sn: jax.Array) -> jax.Array:
     """Repeats x over the rows of `like_sn`."""
     return lax.broadcast_in_dim(x_n, like_sn.shape, [1])
 

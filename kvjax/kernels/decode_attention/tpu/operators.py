@@ -193,8 +193,9 @@ class BasisKeys(RotatingKeys):
                         · latents [E, 128]                matrix unit
                         times right [E, 128], summed over E: one multiply-add per element
 
-    FLOPs per head and cached token: 2 R E + 2 R H E / 128 on the matrix unit, half of
-    `RotatingKeys`; 2 E on the vector unit, half again, which need not convert latents to float32.
+    FLOPs per head and cached token, without zeros: 2 R E + 2 R H E / 128 on the matrix unit, half
+    of `RotatingKeys` (three quarters with the zeros of two heads of R = 64); 2 E on the vector
+    unit, half, which need not convert latents to float32.
 
     A block of W has one query of each of `packed` KV heads, as many as fill 128 lanes; the latents
     of one of them are multiplied with zeros in place of the others'.
