@@ -377,7 +377,7 @@ REFUSED = [
     (PHI3, dict(rope_scaling=dict(rope_type="su")), "rope_scaling.rope_type = 'su': is not supp"),
     (PHI3, dict(rope_scaling=YARN), "'yarn': is not supported: this family's YaRN is LongRoPE"),
     (LLAMA, dict(model_type="llama4_text"), "'llama4_text': mixtures of experts (MoE) are not"),
-    (LLAMA, dict(model_type="gpt_oss"), "model_type = 'gpt_oss': its layers are mixtures of"),
+    (LLAMA, dict(model_type="gpt_oss"), "model_type = 'gpt_oss': mixtures of experts"),
     (PHI3, dict(partial_rotary_factor=0.75), "partial_rotary_factor = 0.75: changes the model"),
     (NANOCHAT, dict(hidden_act="silu"), "hidden_act = 'silu': must be one of 'relu2'"),
 ]
