@@ -35,7 +35,7 @@ from experiments.benchmarks import model_decode_benchmark as steps_lib, runner
 from experiments.benchmarks.model_decode_benchmark import Point, Stepper
 from kvjax.foundation import command_line, provenance, runtime
 from kvjax.foundation.checkout import ROOT
-from kvjax.foundation.configuration import at_least
+from kvjax.foundation.configuration import between
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.output import Output
 from kvjax.hardware import datasheets, topology
@@ -372,7 +372,7 @@ def _show(plan: Plan, rows: Sequence[dict], out: Output) -> None:
 
 def _read(rows: pathlib.Path) -> list[dict]:
     """Returns the rows of a run, the first of which names its device."""
-    if not rows.exists():
+    if not os.path.exists(rows):
         raise UserError(f"--rows={rows}: no such file")
     found = [json.loads(line) for line in rows.read_text().splitlines()]
     if not found or "device" not in found[0]:
@@ -391,7 +391,7 @@ def main(arguments: list[str]) -> int:
     add("--device", default="h200", help=f"{', '.join(PLANS)}; cpu is a rehearsal (h200)")
     add("--folder", default=str(ROOT / "build/device"), help="of the programs (build/device)")
     add("--rows", default=str(ROOT / "build/device/rows.jsonl"), help="file that rows go to")
-    add("--deadline", type=float, default=570.0, help="seconds of --run (570)")
+    add("--deadline", type=float, default=570.0, help="seconds of --run, up to a day (570)")
     options = parser.parse(arguments)
     if sum((options.make, options.run, options.table, bool(options.stage))) != 1:
         raise UserError("give one of --make, --run, --table and --stage")
@@ -399,14 +399,16 @@ def main(arguments: list[str]) -> int:
         raise UserError(f"--device={options.device}: must be one of {', '.join(PLANS)}")
     if options.stage and options.stage not in STAGES:
         raise UserError(f"--stage={options.stage}: must be one of {', '.join(STAGES)}")
-    at_least("--deadline", options.deadline, 1.0)
+    between("--deadline", options.deadline, 1.0, 86_400.0)
     plan, rows = PLANS[options.device], pathlib.Path(options.rows)
     folder = pathlib.Path(options.folder) / options.device
     out = Output(options)
     if options.make:
         return _make(plan, prepared.Folder(folder, prepared.source_digest(ROOT)), out)
-    if options.run and rows.exists():
+    if options.run and os.path.exists(rows):
         raise UserError(f"--rows={rows}: has the rows of a run: name another file, or move it")
+    if options.run and not os.path.isdir(folder):
+        raise UserError(f"--folder={options.folder}: no programs of {plan.device}: --make makes them")
     if options.stage:
         _stage(options.stage, plan, folder, rows)
         return 0

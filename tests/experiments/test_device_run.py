@@ -125,6 +125,10 @@ def test_the_table_is_of_the_device_that_was_measured(tmp_path, capsys):
     capsys.readouterr()
     assert command_line.status(device_run.main, ["--run", f"--rows={file}"]) == 2
     assert "has the rows of a run" in capsys.readouterr().err
+    file.unlink()
+    options = ["--run", f"--rows={file}", f"--folder={tmp_path / 'none'}"]
+    assert command_line.status(device_run.main, options) == 2
+    assert "no programs of h200: --make makes them" in capsys.readouterr().err
 
 
 @pytest.mark.slow
