@@ -1,4 +1,4 @@
-"""Resolves a config into frozen dataclasses, once; bad values raise UserErrors here."""
+"""Resolves a config into frozen dataclasses, which refuse bad values with a UserError."""
 
 import dataclasses
 from typing import Any
@@ -23,7 +23,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float64")
 MAX_COUNT = (1 << 31) - 1  # steps are counted in int32
 MAX_BATCH_SIZE = 1 << 24
 MAX_SAMPLE_TOKENS = 1 << 16
-# Removed keys that old workdirs have, by mechanism, each with the one value that still resolves.
+# Removed keys that configs of old workdirs contain, by mechanism: key -> the value still allowed.
 _REMOVED = {"tpa": {"fixed": "none", "shared_factors": False, "factor_init": "linear"}}
 
 
@@ -35,10 +35,10 @@ class TrainConfig:
 
     A step is bad if its loss or gradient norm is not finite, or, with spike_factor > 0, if its loss
     exceeds spike_factor times the exponential mean of good steps' losses (`program.MEAN_WEIGHT`).
-    bad_steps = "stop" ends the run and keeps its checkpoints. "skip" leaves parameters, optimizer
-    state and its step count unchanged (so the schedule ends later), consumes the batch and counts
-    it in metrics.jsonl as skipped_steps; max_bad_steps in a row end the run. Non-finite weights
-    always end it.
+    bad_steps = "stop" ends the run and keeps its checkpoints. "skip" discards the update but
+    consumes the batch: parameters, optimizer state and the schedule's step stay unchanged, and
+    skipped_steps in metrics.jsonl counts it. max_bad_steps skipped steps in a row end the run, and
+    so do non-finite weights.
     """
 
     num_steps: int  # optimizer steps in total; 0: one epoch of config.mixture
@@ -51,13 +51,13 @@ class TrainConfig:
     checkpoint_every: int = 250  # steps between checkpoints; the last step has one too
     keep_checkpoints: int = 2  # number of latest checkpoints to keep
     snapshot_every: int = 0  # steps between snapshots of parameters for analysis; 0: none
-    stop_after: int = 0  # stop cleanly after this step, schedule unchanged; 0: run to the end
+    stop_after: int = 0  # save and stop after this step, schedule unchanged; 0: run to the end
     bad_steps: str = "stop"  # on a bad step "stop" the run, or "skip" the step
     spike_factor: float = 0.0  # a loss above this times the recent mean is bad; 0: never
     max_bad_steps: int = 10  # bad steps in a row that end the run, with "skip"
     sample_prompt: str = "The king "  # prompt of the sample at the end
     sample_tokens: int = 100  # length of the sample at the end; 0: no sample
-    separate: bool = False  # document mask: attention within a document (a BOS begins one)
+    separate: bool = False  # document mask: no attention across documents (each begins with a BOS)
     parent: str = ""  # workdir of the trained model that this run starts from; "": random weights
     teacher: str = ""  # workdir of the teacher for distillation; "": none
     teacher_share: float = 0.5  # share of KL(teacher || model) in the loss, with a teacher
@@ -98,8 +98,8 @@ class ComputeConfig:
     """Options of `kvjax.model.transformer.Compute`; "auto" and -1 depend on the platform."""
 
     dtype: str = "auto"  # dtype of activations; "auto": float32 on CPU, bfloat16 elsewhere
-    # Activations recomputed in the backward pass: "none"; "dots", all but products with weights;
-    # "attention", all but outputs of the attention kernel; "full", all.
+    # Activations to recompute in the backward pass: "none"; "dots": all but products with weights;
+    # "attention": all but outputs of the attention kernel; "full": all.
     remat: str = "none"
     unroll: str = "auto"  # unroll the scan over layers: "on", "off", "auto" (CPU, up to 8 layers)
     query_chunk: int = -1  # queries per chunk of XLA's attention; 0: all; -1: 64 on CPU, else all
@@ -157,7 +157,8 @@ class Experiment:
                 "config.compute.attention = 'cudnn': does not support the document mask "
                 "(config.train.separate); give 'auto' or 'xla'"
             )
-        if self.train.num_steps:  # raises a UserError if warmup and cooldown do not fit
+        if self.train.num_steps:
+            # Raises a UserError if warmup and cooldown are longer than the run.
             learning_rate_schedule(self.optimizer, self.train.num_steps)
 
     def uses_attention_kernel(self, platform: str) -> bool:
@@ -208,7 +209,7 @@ class Experiment:
 
 
 def check_name(key: str, name: str) -> None:
-    """Raises a UserError unless a folder can have the name: the default workdir is runs/NAME."""
+    """Raises a UserError unless the default workdir, runs/NAME, can have this name."""
     check_text(key, name)
     folders, fits = name.split("/"), name.isprintable() and len(name.encode()) <= 200
     if not name or name != name.strip() or ".." in folders or name[0] in "./" or not fits:
@@ -260,7 +261,11 @@ def resolve(config: ml_collections.ConfigDict) -> Experiment:
 
 
 def defaults(kind: str) -> dict[str, Any]:
-    """Returns the default of every key, by dotted name, for attention of that kind."""
+    """Returns the default of every key that has one, by dotted name.
+
+    Args:
+      kind: the mechanism, `config.attention.kind`.
+    """
     sections = {
         "model": BlockConfig,
         "attention": MECHANISMS[kind],
@@ -280,7 +285,7 @@ def defaults(kind: str) -> dict[str, Any]:
 
 
 def _mechanisms(attention: ml_collections.ConfigDict, num_layers: int) -> tuple:
-    """Returns one mechanism per layer, with the ranks of `layer_ranks` if given."""
+    """Returns the mechanism of each layer, with its rank from `layer_ranks` if given."""
     section = dict(attention)
     kind = section.pop("kind", None)
     layer_ranks = section.pop("layer_ranks", ())
@@ -303,8 +308,7 @@ def _mechanisms(attention: ml_collections.ConfigDict, num_layers: int) -> tuple:
 
 
 def rank_keys(mechanism) -> tuple[str, ...]:
-    """Returns the keys of a mechanism that `layer_ranks` sets: rank, or the positive ones of
-    key_rank and value_rank."""
+    """Returns the keys that `layer_ranks` sets: rank, or those of key_rank and value_rank > 0."""
     if hasattr(mechanism, "rank"):
         return ("rank",)
     return tuple(key for key in ("key_rank", "value_rank") if getattr(mechanism, key, 0))

@@ -29,14 +29,14 @@ from kvjax.layers.weight import Axes
 
 ORTHOGONALIZE = ("joint", "per_head")
 MATRICES = ("muon", "adamw")
-# a, b, c of the quintic a·s + b·s^3 + c·s^5 on singular values s (Muon; Jordan, 2024): the slope at
-# 0 is as large as possible if repeated application is to end within [0.7, 1.3].
+# a, b, c of the quintic a·s + b·s^3 + c·s^5 on singular values s (Muon; Jordan, 2024). The slope at
+# 0 is the largest for which repeated application still ends within [0.7, 1.3].
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """Learning rates per group; those of embedding and head are also scaled by (D/768)^-1/2."""
+    """Optimizer options; learning rates of embedding and head are also scaled by (D/768)^-1/2."""
 
     matrices: str = "muon"  # optimizer of the blocks' matrices: "muon" or "adamw"
     matrix_learning_rate: float = 0.02  # learning rate of the blocks' matrices
@@ -44,8 +44,8 @@ class OptimizerConfig:
     head_learning_rate: float = 0.004  # AdamW's learning rate of the output head
     vector_learning_rate: float = 0.004  # AdamW's learning rate of gains and biases
     lr_scale: float = 1.0  # factor on all learning rates
-    # Muon orthogonalises all heads of a weight as one matrix ("joint"), or each head's by itself
-    # ("per_head"). The choice affects mechanisms differently, so comparisons keep it equal.
+    # Muon orthogonalises a weight of several heads as one matrix ("joint"), or each head's matrix
+    # ("per_head"). The choice affects mechanisms differently: compare runs with the same one.
     orthogonalize: str = "joint"
     momentum_start: float = 0.85  # Muon's momentum at step 0
     momentum_end: float = 0.95  # Muon's momentum after momentum_warmup_steps
@@ -63,10 +63,10 @@ class OptimizerConfig:
     warmup_steps: int = 0  # steps of linear warmup: step s has (s + 1) / warmup_steps of the rate
     # Length of the cooldown as a share of all steps ("constant", "constant_sqrt").
     cooldown_fraction: float = 0.2
-    # Share of the full rate at the end of the decay, one step after the last; unused without decay.
+    # Share of the full rate at the end of the decay, reached one step after the last.
     final_fraction: float = 0.0
-    # Trainable parameters, by substrings of their dotted names: ("attention",), or for some layers
-    # ("segments.0.attention.mechanism.query",); the others are frozen. (): all are trained.
+    # Substrings of the dotted names of trainable parameters, such as ("attention",) or
+    # ("segments.0.attention.mechanism.query",); other parameters are frozen. (): all are trained.
     tuned: tuple[str, ...] = ()
 
     def __post_init__(self):
@@ -84,7 +84,7 @@ class OptimizerConfig:
             between(*named(key), 0.0, 100.0)
         for key in ("momentum_start", "momentum_end", "adam_b1", "adam_b2"):
             between(*named(key), 0.0, 0.999999)  # 1 in float32 would freeze the mean
-        # For rows without gradient, epsilon is the whole denominator.
+        # Not 0: embedding rows that never had a gradient have a mean square of 0.
         between(*named("adam_epsilon"), 1e-30, 1.0)
         between(*named("clip_norm"), 1e-6, 1e6, zero="none")
         for key in ("cooldown_fraction", "final_fraction"):
@@ -106,7 +106,7 @@ def _constant_sqrt(config: OptimizerConfig, steps: int, cooldown: int) -> optax.
     if not cooldown:
         return optax.constant_schedule(1.0)
 
-    def factor(step):  # optax.join_schedules also evaluates it, unused, in the warmup: step < 0
+    def factor(step):  # negative in the warmup, where optax.join_schedules discards the result
         share = jnp.clip((step - (steps - cooldown)) / cooldown, 0.0, 1.0)
         return 1.0 - (1.0 - config.final_fraction) * jnp.sqrt(share)
 
@@ -123,11 +123,12 @@ def _linear(config: OptimizerConfig, steps: int, cooldown: int) -> optax.Schedul
     return optax.linear_schedule(1.0, config.final_fraction, steps)
 
 
-# Schedules by name: (config, steps after the warmup, steps of the cooldown) -> factor on learning
-# rates, a function of the step since the warmup. It begins at 1 and decays, if at all, to
-# final_fraction at the step after the last. To add one, write a function like `_constant`, a line
-# here and a word in the comment of `OptimizerConfig.schedule`, which `--help` shows; add schedules
-# without a cooldown to `_WITHOUT_COOLDOWN`. The meaning of a name never changes: old runs resume.
+# Schedules by name: functions (config, steps after the warmup, steps of the cooldown) -> factor on
+# learning rates, as a function of the step since the warmup. The factor begins at 1; if it decays,
+# it reaches final_fraction at the step after the last. To add a schedule, write a function like
+# `_constant`, a line here and a word in the comment of `OptimizerConfig.schedule`, which `--help`
+# shows; if it has no cooldown, add it to `_WITHOUT_COOLDOWN`. Never change what a name means, since
+# old runs may be resumed.
 SCHEDULES = {
     "constant": _constant,
     "constant_sqrt": _constant_sqrt,
@@ -140,7 +141,7 @@ _WITHOUT_COOLDOWN = ("cosine", "linear")  # decay from the end of the warmup
 def learning_rate_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
     """Returns the factor on every group's learning rate as a function of the step from 0.
 
-    A linear warmup, in which step s has (s + 1) / warmup_steps, precedes a schedule of `SCHEDULES`.
+    In a linear warmup, the factor of step s is (s + 1) / warmup_steps; `SCHEDULES` has the rest.
     """
     c = config
     after_warmup = num_steps - c.warmup_steps
@@ -189,7 +190,7 @@ def make_optimizer(
     labels = parameter_labels(axes)
     factor = learning_rate_schedule(c, num_steps)
 
-    def scaled(rate):  # no multiplication by 1, which would change the compiled program
+    def scaled(rate):  # does not multiply by 1: that would change the compiled program
         if c.lr_scale == 1:
             return lambda step: rate * factor(step)
         return lambda step: rate * (c.lr_scale * factor(step))
@@ -200,7 +201,7 @@ def make_optimizer(
         )
 
     def map_matrices(function, tree):
-        """Applies a function to the leaves of matrices and masks the others."""
+        """Applies a function to the leaves of matrices, and masks other leaves for Optax."""
         return jax.tree.map(
             lambda x, label: function(x) if label == "matrix" else optax.MaskedNode(), tree, labels
         )
@@ -363,16 +364,16 @@ def orthogonalize(weight: jax.Array, axes: Axes, stored: Axes, steps: int) -> ja
 
 
 def distribute_layers(function, sharding: NamedSharding):
-    """Distributes a function of stacked layers, so that each device gets whole matrices of a few.
+    """Distributes a function of stacked layers: each device gets some layers, unsharded.
 
     Newton-Schulz multiplies a matrix by itself, so a sharded matrix would be gathered at every
     iteration. Here a weight is sent twice, whatever the number of iterations:
 
         [L, D/f, ..]  --all-to-all-->  [L/f, D, ..]  function  --all-to-all-->  [L, D/f, ..]
 
-    with one all-to-all per mesh axis that shards the weight. Over mesh axes that replicate the
-    weight, each device takes a slice of the layers from its copy (no communication), and the
-    results are all-gathered. L is padded with zeros to a multiple of the number of devices.
+    with one all-to-all per mesh axis that shards the weight. Along mesh axes that replicate the
+    weight, each device slices its layers from its own copy, and the results are all-gathered. L is
+    padded with zeros to a multiple of the number of devices.
 
     Args:
       function: maps [layers, ...] to the same shape, layer by layer, and zeros to finite values.
@@ -388,7 +389,7 @@ def distribute_layers(function, sharding: NamedSharding):
         L = weight.shape[0]
         padding = round_up(L, mesh.size) - L
         x = jnp.pad(weight, [(0, padding)] + [(0, 0)] * (weight.ndim - 1))
-        # Slices first: they reduce what the all-to-alls send. Undone in the opposite order.
+        # Slices first, so that the all-to-alls send less. Undone in the opposite order below.
         for axis in replicated:
             count = x.shape[0] // mesh.shape[axis]
             x = jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axis) * count, count)

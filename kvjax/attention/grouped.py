@@ -55,7 +55,7 @@ from kvjax.layers.weight import linear, weight
 
 TIES = ("none", "kv", "qk", "qkv")
 ROPES = ("full", "shared")
-_PLAIN_NORMS = ("rms_whole", "rms_offset")  # without residuals and ties
+_PLAIN_NORMS = ("rms_whole", "rms_offset")  # not for residuals and ties
 _QK_NORMS = (*QK_NORMS, *_PLAIN_NORMS)
 RESIDUAL_INITS = ("linear", "zeros", "pca")
 
@@ -79,8 +79,8 @@ class GroupedConfig(MechanismConfig):
     # Initial B: "linear" like every matrix; "zeros" (the model starts as MQA); "pca": base, U and B
     # are the best approximation of K independent random heads.
     residual_init: str = "linear"
-    # In a model with RoPE: "full" rotates base + residual; "shared" rotates the base alone, and the
-    # unrotated query scores the residual: a different model, cheaper to decode.
+    # In a model with RoPE: "full" rotates base + residual. "shared" rotates the base alone and
+    # scores the residual with the unrotated query, a different model that is cheaper to decode.
     rope: str = "full"
     tie: str = "none"  # "kv": Q-K=V; "qk": Q=K-V; "qkv": Q=K=V; "none"
     position_channels: int = 0  # m of "+" in projection sharing, even; 0: none
@@ -181,7 +181,7 @@ class GroupedConfig(MechanismConfig):
 
     @property
     def rotated_channels(self) -> slice:
-        return slice(0, self.key_dim)  # beside them: a residual's unrotated query, channels of "+"
+        return slice(0, self.key_dim)  # then the residual's unrotated query, or position channels
 
     @property
     def key_heads(self) -> int:

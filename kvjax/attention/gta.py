@@ -36,7 +36,7 @@ class GTAConfig(MechanismConfig):
 
     num_kv_heads: int  # KV heads, K; divides num_heads
     key_dim: int  # channels of a key, and of a value, H
-    rope_key_dim: int  # channels of the shared rotated part of a key, P, below key_dim; 0: none
+    rope_key_dim: int  # channels of the rotated part of a key, P, which heads share; 0: none
     qk_norm: str = "rms"  # norm of both parts of queries and of the RoPE key; "none" in the paper
 
     def __post_init__(self):

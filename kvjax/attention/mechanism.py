@@ -97,12 +97,12 @@ class MechanismConfig:
 
     @property
     def extra_flops(self) -> int:
-        """FLOPs per token of a forward pass, besides attention and one product per weight."""
+        """FLOPs per token of a forward pass beyond attention and one product with each weight."""
         return 0
 
     @property
     def extra_activations(self) -> int:
-        """Activations per token besides one output per weight, if a weight is applied per head."""
+        """Activations per token beyond one output per weight: those of weights applied per head."""
         return 0
 
     def entry(self) -> dict[str, Field]:
@@ -127,7 +127,7 @@ class Mechanism(nnx.Module):
     """
 
     config: MechanismConfig
-    packable: tuple[str, ...] = ()  # weights of the input that only `product` reads
+    packable: tuple[str, ...] = ()  # weights that `pack` merges; only `product` may read them
     packed_columns = ()  # after `pack`: (weight, its first column, its output dims)
 
     def project(self, x_BTD: jax.Array, positions: Positions) -> tuple[jax.Array, dict]:
@@ -162,7 +162,7 @@ class Mechanism(nnx.Module):
         rope_base: Base | None,
         **options,
     ) -> tuple[DecodeInputs, dict[str, jax.Array]] | None:
-        """Projects, encodes and appends new tokens by a kernel; None if there is none for them.
+        """Projects, encodes and appends new tokens in one kernel; None if no kernel takes them.
 
         Args:
           layer, counts_B, rope_base: as in `Attention.decode`.
@@ -199,13 +199,13 @@ class Mechanism(nnx.Module):
         return affine(x_BTD, getattr(self, name), bias)
 
     def pack(self) -> None:
-        """Replaces the `packable` weights of the input by one matrix `packed`, for decoding.
+        """Replaces the `packable` weights by one matrix `packed`, for decoding.
 
-        XLA on a GPU merges the products of several matrices, but concatenates the matrices in
-        every step (22 MB per layer of LRKV at d36).
+        XLA on a GPU merges products with several matrices into one, but concatenates the matrices
+        again in every step (22 MB per layer of LRKV at d36).
         """
         params = {name: getattr(self, name, None) for name in self.packable}
-        # Low-rank queries are products of a latent, not of the input.
+        # Only weights applied to the input: low-rank queries are projected from a latent.
         params = {n: p for n, p in params.items() if p is not None and p.axes.startswith("D ->")}
         if not params:
             return
@@ -229,7 +229,7 @@ class Mechanism(nnx.Module):
     def add_query_latent(self, d_model: int, *, rngs: nnx.Rngs) -> None:
         """Creates the query down-projection, if configured.
 
-        Called last in a module's __init__: models of equal seed then share all their other weights.
+        Called last in a module's __init__, so that models of equal seed share their other weights.
         """
         c = self.config
         if c.query_rank:
@@ -295,7 +295,11 @@ def check_residual(config: MechanismConfig, rank_0_name: str, inits: tuple[str, 
 
 
 def check_convertible(config: MechanismConfig, allowed: str) -> None:
-    """Raises a UserError, ending in `allowed`, for options that conversion and export lack."""
+    """Raises a UserError for options that conversion and export do not support.
+
+    Args:
+      allowed: end of the message: what is allowed.
+    """
     for key in ("query_rank", "latent_scale", "output_gate"):
         value = getattr(config, key)
         require(not value, key, value, allowed)

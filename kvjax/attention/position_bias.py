@@ -1,7 +1,8 @@
-"""Position biases on logits, as extra channels of queries and keys: ALiBi, and "+" models.
+"""Position biases on logits: ALiBi, and the "+" of projection sharing.
 
-In training the channels make any attention kernel add the bias. Decoding removes them from queries
-and passes a `Bias` to decode attention instead, so that the cache stores no extra channels.
+In training a bias is a dot product of extra channels of queries and keys, so that any attention
+kernel adds it. Decoding passes a `Bias` to decode attention instead, so that the cache stores no
+extra channels.
 
 ALiBi's channels are in `kvjax.layers.alibi`. The "+" of projection sharing (arXiv 2606.04032)
 replaces logits A_ts by w·(A_ts + P_ts)/m, summed over m channels, where P_ts holds the sinusoidal

@@ -36,8 +36,8 @@ class SharedKVConfig(MechanismConfig):
     """Sizes N, K, H and P."""
 
     num_kv_heads: int  # KV heads, K; divides num_heads
-    key_dim: int  # channels of a key, which is also the value, H
-    rope_key_dim: int  # number of rotated channels, the last of a key, P; 0: none
+    key_dim: int  # channels of a vector that is both key and value, H
+    rope_key_dim: int  # rotated channels, P: the last ones; 0: none
     qk_norm: str = "rms"  # norm of queries; keys are always normed
 
     def __post_init__(self):

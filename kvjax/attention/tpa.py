@@ -56,9 +56,7 @@ class TPAConfig(MechanismConfig):
                 f"and {dim} = {channels}"
             )
             require(least <= getattr(self, key) <= most, key, getattr(self, key), allowed)
-        allowed = (
-            f"must be 0 with query_factors = {self.query_factors} (queries of tensor products)"
-        )
+        allowed = f"must be 0 with query_factors = {self.query_factors}, or set query_factors = 0"
         fits = not (self.query_factors and self.query_rank)
         require(fits, "query_rank", self.query_rank, allowed)
 

@@ -1,4 +1,4 @@
-"""ALiBi (arXiv 2108.12409) as extra channels of queries and keys, so that any kernel can add it.
+"""ALiBi (arXiv 2108.12409) as extra channels of queries and keys, for any attention kernel.
 
 ALiBi subtracts slope_n·(t - s) from the logit of query position t and key position s. The term
 slope_n·t is the same for all keys and leaves softmax unchanged; slope_n·s is a dot product:
@@ -21,8 +21,9 @@ CHANNELS = 2 * len(_DIGIT_VALUES)
 def slopes(num_heads: int) -> np.ndarray:
     """Returns the slopes of the authors' code, [N] float64.
 
-    Head i of N has 2^(-8 i/N), i from 1, if N is a power of two. Otherwise the slopes are the list
-    for the next lower power of two, followed by every second slope of the next higher one.
+    If N is a power of two, head i = 1, ..., N has the slope 2^(-8 i/N). Otherwise the first heads
+    have the slopes of the next lower power of two, and the others every second slope of the next
+    higher one.
     """
 
     def geometric(n: int) -> np.ndarray:

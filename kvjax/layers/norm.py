@@ -10,21 +10,17 @@ KINDS = ("rms", "layer")
 
 
 def inverse_rms(x: jax.Array, epsilon: float, axes: int | tuple[int, ...] = -1) -> jax.Array:
-    """Returns 1 / rms(x) over the last axis: [..., D] -> [..., 1], in float32 or wider.
-
-    Args:
-      axes: another axis, or several together.
-    """
+    """Returns 1 / rms(x) over `axes`, by default [..., D] -> [..., 1], in float32 or wider."""
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     return jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=axes, keepdims=True) + epsilon)
 
 
 class Norm(nnx.Module):
-    """Normalises [..., D] over D. Without gain and bias (the default recipe) it has no parameters.
+    """Normalises [..., D] over D; without gain and bias (the default recipe) it has no parameters.
 
-    Gain and bias may have further axes before the normalised one: axes="J C", dim=(2, 64) gives
-    each of two latents its own gain. With `whole`, RMSNorm is over all of these axes together. With
-    `offset`, gains are 1 + the weight, as in Gemma.
+    Gain and bias may have several axes, of which the last is normalised: axes="J C", dim=(2, 64)
+    gives each of two latents its own gain. With `whole`, RMSNorm is over all these axes together.
+    With `offset`, gains are 1 + the weight, as in Gemma.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ _STRIDE = 1 << 10  # t = 1024·a + b; the angles of 1024·a and of b come from o
 
 
 class Llama3(NamedTuple):
-    """RoPE frequencies of Llama 3.1, for contexts longer than the one first trained on.
+    """RoPE frequencies of Llama 3.1, for contexts longer than the first training context.
 
     Pairs with fewer than `low` turns in `original` tokens are slowed by `factor`; pairs with more
     than `high` turns are unchanged; in between, the two frequencies are interpolated linearly.
@@ -33,8 +33,8 @@ class Llama3(NamedTuple):
 class Yarn(NamedTuple):
     """RoPE frequencies of YaRN (arXiv 2309.00071), as transformers computes them.
 
-    Pairs are slowed by `factor`, or unchanged, as with `Llama3`; in between the share of the slowed
-    frequency grows linearly with the pair's index.
+    As with `Llama3`, low frequencies are slowed by `factor` and high ones are unchanged. In
+    between, the weight of the slowed frequency grows linearly with the pair's index.
     """
 
     base: float
@@ -51,7 +51,7 @@ class Yarn(NamedTuple):
         return 1 - np.clip((np.arange(dim // 2) - first) / (last - first), 0, 1)
 
     def _pair(self, dim: int, turns: float) -> float:
-        """Returns the (fractional) pair that turns so often in `original` tokens."""
+        """Returns the fractional index of the pair with `turns` turns in `original` tokens."""
         return dim * math.log(self.original / (2 * math.pi * turns)) / (2 * math.log(self.base))
 
 
@@ -63,7 +63,7 @@ class Linear(NamedTuple):
 
 
 class Partial(NamedTuple):
-    """RoPE on the first pairs of a head only, as GPT-NeoX's rotary_pct."""
+    """RoPE on a head's first pairs only, like GPT-NeoX's rotary_pct."""
 
     base: "float | Llama3 | Yarn | Linear"
     fraction: float  # of all pairs, in (0, 1]
@@ -100,8 +100,8 @@ def frequencies(dim: int, base: Base) -> np.ndarray:
     """Returns theta, [H/2] float64: radians per token of every pair.
 
     Args:
-      base: a number: pair i rotates by base^(-2i/H) per token; else see `Llama3`, `Yarn`, `Linear`
-        and `Partial`.
+      base: if a number, pair i rotates by base^(-2i/H) per token. Otherwise see `Llama3`, `Yarn`,
+        `Linear` and `Partial`.
     """
     if isinstance(base, Partial):
         rotated = base.num_rotated_pairs(dim)

@@ -86,8 +86,8 @@ class Axes:
 class InitRngs:
     """Random keys and initialisation defaults for `weight`; a cheaper drop-in for `nnx.Rngs`.
 
-    Returns the same keys as `nnx.Rngs(key)`, but counts them in a Python int, so that the traced
-    program does not contain the count. Create it inside the function that is jitted or vmapped.
+    Returns the same keys as `nnx.Rngs(key)`. It counts them in a Python int, which the traced
+    program does not contain; create it inside the function that is jitted or vmapped.
     """
 
     key: jax.Array
@@ -160,9 +160,9 @@ def axes_of(state: nnx.State) -> dict:
 def linear(x: jax.Array, w: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
     """Computes `jnp.tensordot(x, w, 1)`: [..., in] x [in, *out] -> [..., *out].
 
-    The custom backward pass exists for XLA on CPU, which copies the first operand of the weight
-    gradient (a product over tokens). Here the first operand is the narrower of x and dy; with
-    automatic differentiation the loss over a vocabulary takes 2 to 3 times as long.
+    The custom backward pass is for XLA on CPU, which copies the first operand of the weight
+    gradient (a product over tokens). It makes the narrower of x and dy the first operand. With
+    automatic differentiation, the loss over a vocabulary takes 2 to 3 times as long.
 
     Args:
       dtype: dtype of accumulation and result; None: the promoted dtype of x and w.
@@ -171,7 +171,7 @@ def linear(x: jax.Array, w: jax.Array, dtype: jnp.dtype | None = None) -> jax.Ar
 
 
 def _linear_forward(x: jax.Array, w: jax.Array, dtype: jnp.dtype | None):
-    # Written out, since remat policies (`dots`) save outputs of dot_general, not of `linear`.
+    # Calls tensordot, not `linear`: the remat policy "dots" recognises dot_general only.
     return jnp.tensordot(x, w, 1, preferred_element_type=dtype), (x, w)
 
 
@@ -185,8 +185,8 @@ def _linear_backward(dtype: jnp.dtype | None, saved, dy: jax.Array):
     over_tokens = ((tokens, tokens), ((), ()))
     if w.size <= w.shape[0] ** 2:  # in >= out: dy is the narrower one
         dw = jax.lax.dot_general(dy, x, over_tokens)
-        # Without the barrier, XLA on CPU removes the transpose by swapping the operands, and that
-        # product runs at half the speed.
+        # Without the barrier, XLA on CPU swaps the operands to avoid the transpose, and the product
+        # runs at half the speed.
         barrier = jax.lax.optimization_barrier
         dw = jax.lax.platform_dependent(dw, cpu=barrier, default=lambda dw: dw)
         dw = jnp.moveaxis(dw, -1, 0)

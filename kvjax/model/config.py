@@ -11,7 +11,7 @@ from kvjax.model.layer_kinds import LayerKind
 
 POSITIONS = ("rope", "learned", "sinusoidal", "none")
 ROPE_SCALINGS = ("llama3", "yarn", "linear")
-# Far above any model's sizes: a typo raises an error that names its key, not "out of memory".
+# Limits far above any real model, so that a typo in a size does not end in "out of memory".
 _MAX_SIZES = {
     "num_layers": 10_000,
     "d_model": 1 << 20,
@@ -54,9 +54,9 @@ class BlockConfig:
     rope_layers: tuple[int, ...] = ()  # by layer, 1: RoPE rotates, 0: no RoPE; (): all layers 1
     window: int = 0  # sliding window: tokens attended to, including the query's own; 0: no window
     window_layers: tuple[int, ...] = ()  # by layer, 1: has the window, 0: none; (): all layers 1
-    window_rope_base: float = 0.0  # unscaled base of layers with the window; 0: as the others
+    window_rope_base: float = 0.0  # RoPE base of layers with the window, unscaled; 0: as in others
     attention_softcap: float = 0.0  # c in c·tanh(z/c) of attention's logits z; 0: none
-    max_positions: int = 2048  # rows of the table of learned positions
+    max_positions: int = 2048  # longest row, with learned positions
     # "relu2", "relu", "gelu" (tanh), "gelu_exact", or gated: "swiglu", "geglu" (tanh).
     activation: str = "relu2"
     dropout: float = 0.0  # dropout rate on outputs of attention and MLP, in training
@@ -85,7 +85,11 @@ class BlockConfig:
         between("config.model.rope_factor", self.rope_factor, 1.0, 1e6)
         between("config.model.rope_attention_factor", self.rope_attention_factor, 1e-3, 1e3)
         between(
-            "config.model.window_rope_base", self.window_rope_base, 1.0, 1e38, zero="as the others"
+            "config.model.window_rope_base",
+            self.window_rope_base,
+            1.0,
+            1e38,
+            zero="as in other layers",
         )
         one_of("config.model.rope_scaling", self.rope_scaling, ROPE_SCALINGS)
         between("config.model.rope_low", self.rope_low, 0.0, 1e6)
@@ -109,14 +113,14 @@ class BlockConfig:
         self._check_layers()
 
     def _check_norms(self) -> None:
-        """Raises a UserError for places of norms that exclude each other."""
+        """Raises a UserError if more than one of the alternative norm placements is chosen."""
         places = [key for key in ("norm_after", "norm_outputs", "norm_both") if getattr(self, key)]
         if len(places) > 1:
             given, other = (f"config.model.{key}" for key in places[1::-1])
             raise UserError(f"{given} = True: must be False if {other} is True")
 
     def _check_layers(self) -> None:
-        """Raises a UserError for bad values of the keys that choose layers."""
+        """Raises a UserError for bad values of rope_layers, window_layers and window_rope_base."""
         rotates = "config.model.positions = 'rope'", self.positions == "rope"
         has_window = "config.model.window > 0", self.window > 0
         for key, unset, needs in (
@@ -144,7 +148,7 @@ class BlockConfig:
     def angles_base(self) -> rope.Base | None:
         """Frequencies of RoPE (see `rope.frequencies`), or None in a model without RoPE.
 
-        Layers may have others, or no RoPE: see `layer_kinds`.
+        Single layers may have another base or no RoPE; see `layer_kinds`.
         """
         if self.positions != "rope":
             return None
@@ -212,7 +216,9 @@ class TransformerConfig:
                 "config.attention.alibi = True: needs config.model.causal = True: without a "
                 "causal mask the biases favour later tokens"
             )
-        for key in ("alibi", "position_channels"):  # in training they are channels of the logits
+        # In training these biases are extra channels of queries and keys, so a soft cap or a factor
+        # on the logits would apply to the biases too.
+        for key in ("alibi", "position_channels"):
             changed = {"attention_softcap": 0.0, "rope_attention_factor": 1.0}
             given = [name for name, plain in changed.items() if getattr(self.block, name) != plain]
             if given and any(getattr(m, key, False) for m in self.mechanisms):
@@ -227,7 +233,7 @@ class TransformerConfig:
                     f"{layer} needs whole rows ({type(mechanism).__name__})"
                 )
         for mechanism in self.mechanisms:
-            # Engines pad a latent to 512 channels in models of any width.
+            # A latent may have 512 channels in a narrower model: exports to engines pad it to that.
             for key, least in (("latent_dim", 512), ("query_rank", 0)):
                 channels, most = getattr(mechanism, key, 0), max(self.block.d_model, least)
                 if channels > most:
@@ -262,7 +268,7 @@ class TransformerConfig:
         return rope.MAX_POSITION if has_angles else None
 
     def check_length(self, length: int) -> None:
-        """Raises a UserError if rows of `length` tokens are longer than positions reach."""
+        """Raises a UserError if the model cannot encode the positions of rows of this length."""
         learned = self.block.max_positions if self.block.positions == "learned" else None
         limits = [limit for limit in (learned, self.angle_limit) if limit is not None]
         if limits and length > min(limits):

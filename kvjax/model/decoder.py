@@ -83,17 +83,17 @@ def _unstacked(stack: jax.Array, length: int) -> list[jax.Array]:
     sharding = None if isinstance(stack, jax.core.Tracer) else stack.sharding
     on_one = isinstance(sharding, jax.sharding.SingleDeviceSharding)
     if on_one and stack.device.platform == "cpu":
-        layers = np.asarray(stack)  # a view; JAX does not donate a buffer that has one
+        layers = np.asarray(stack)  # a view, so JAX will not donate the buffer
         return [jax.device_put(layers[i], sharding, may_alias=True) for i in range(length)]
     return [stack[i] for i in range(length)]
 
 
 def packs(sharding: jax.sharding.Sharding) -> bool:
-    """Returns True if the projections of weights with this sharding are packed.
+    """Returns True if a decoder whose weights have this sharding should pack its projections.
 
-    Not on a CPU, where a packed matrix would be a copy of weights that are views (`_unstacked`);
-    not on a TPU, where it has not been compared. Not if weights are sharded: heads over `tensor`
-    would lie across the parts of a packed matrix.
+    False on a CPU, where unpacked weights are views (`_unstacked`) and packed ones would be copies;
+    on a TPU, where packing has not been measured; and for sharded weights, since shards of a packed
+    matrix would not hold whole heads.
     """
     platforms = {device.platform for device in sharding.device_set}
     return not platforms & {"cpu", "tpu"} and sharding.is_fully_replicated

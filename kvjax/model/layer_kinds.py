@@ -1,4 +1,4 @@
-"""Kinds of layers of one shape (RoPE, window, soft cap), and the patterns in which they repeat."""
+"""Layer kinds (RoPE, window, soft cap), and the patterns in which the kinds of layers repeat."""
 
 from collections.abc import Iterator
 import functools
@@ -19,14 +19,14 @@ class LayerKind(NamedTuple):
 
     @property
     def attend(self) -> dict:
-        """Keywords of `Attention`, which takes angles as positions."""
+        """Keyword arguments of `Attention`, whose `positions` already contain the RoPE angles."""
         keys = self._asdict()
         del keys["rope_base"]
         return keys
 
 
 class Pattern(NamedTuple):
-    """Consecutive layers: the kinds of a unit, which is repeated."""
+    """Kinds of consecutive layers: those of a unit, repeated `repeats` times."""
 
     unit: tuple[LayerKind, ...]
     repeats: int
@@ -38,23 +38,25 @@ class Pattern(NamedTuple):
 
 @functools.cache
 def patterns(kinds: tuple[LayerKind, ...]) -> tuple[Pattern, ...]:
-    """Splits layers into patterns whose units have fewest layers together; of these, into fewest.
+    """Splits the layers into patterns, so that the compiled program contains as few as possible.
 
-    A program contains each layer of a unit once. 5 local layers and a global one, four times, and
-    two more local layers are ((5 local, 1 global), 4) and ((1 local), 2): 7 layers instead of 26. A
-    training step of 48 small layers, of two kinds in turn, is traced and compiled in 5 s of a CPU,
-    as that of equal layers; with a scan per layer it took 34 s.
+    A program contains each layer of a unit once, however often the unit is repeated. For example,
+    four times (5 local layers, 1 global layer) and then 2 local layers become ((5 local, 1 global),
+    4) and ((1 local), 2): 7 layers in the program instead of 26. Among splits with equally many
+    layers, the one with fewest patterns is returned. A training step of 48 small layers of two
+    alternating kinds takes 5 s to trace and compile on a CPU; with one scan per layer it took 34 s.
 
-    Dynamic programming from the last layer on: the best split of the layers from `start` on is a
-    pattern, whose number of repeats may be any, and the best split of the layers behind it.
+    Found by dynamic programming, from the last layer to the first: the best split of the layers
+    from `start` on is one pattern followed by the best split of the remaining layers.
     """
     count = len(kinds)
     numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
     kind_L = np.array([numbers[kind] for kind in kinds], int)
-    # equal[size]: number of layers from `start` on that equal those `size` further on.
+    # equal[size]: how many layers in a row, from `start`, equal the layer `size` places later.
     equal = np.zeros(count, int)
-    costs = [(0, 0)] * (count + 1)  # by start: layers of all units, number of patterns
-    firsts = [(0, 0)] * count  # by start: layers of the first pattern's unit, and of the pattern
+    # By `start`: the cost of the best split (layers in all units, number of patterns), and its
+    # first pattern (layers in the unit, layers in the pattern).
+    costs, firsts = [(0, 0)] * (count + 1), [(0, 0)] * count
     for start in reversed(range(count)):
         rest = count - start
         equal[1:rest] = (equal[1:rest] + 1) * (kind_L[start + 1 :] == kind_L[start])
@@ -73,7 +75,7 @@ def patterns(kinds: tuple[LayerKind, ...]) -> tuple[Pattern, ...]:
 
 
 def _split(kinds: tuple[LayerKind, ...], firsts: list[tuple[int, int]]) -> Iterator[Pattern]:
-    """Yields patterns; `firsts` has, by first layer, the layers of the unit and of the pattern."""
+    """Yields the patterns of the best split; for `firsts` see `patterns`."""
     start = 0
     while start < len(kinds):
         size, length = firsts[start]

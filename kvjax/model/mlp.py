@@ -10,8 +10,8 @@ from kvjax.layers.weight import linear, weight
 class MLP(nnx.Module):
     """Computes f(x W_up) W_down, or (f(x W_gate) * (x W_up)) W_down with "swiglu" and "geglu".
 
-    The latter's f is silu, and gelu approximated by tanh. Otherwise f is relu^2 ("relu2"), relu,
-    gelu approximated by tanh ("gelu"), or gelu by erf ("gelu_exact").
+    f is silu for "swiglu", gelu for "geglu" and "gelu" (both in the tanh approximation), exact gelu
+    for "gelu_exact", relu for "relu", and relu^2 for "relu2".
     W_down starts at zero in the default recipe.
     """
 

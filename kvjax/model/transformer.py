@@ -34,10 +34,10 @@ from kvjax.model.config import BlockConfig, TransformerConfig
 from kvjax.model.layer_kinds import Pattern
 from kvjax.model.mlp import MLP
 
-# Saves the residuals that splash attention names. cuDNN names none: its forward pass is recomputed.
+# Saves splash attention's residuals by name. cuDNN's have no name: its forward pass is recomputed.
 _ATTENTION = jax.checkpoint_policies.save_only_these_names(RESIDUALS)
-# Activations of a layer that are saved for the backward pass, besides the layer's input; the rest
-# is recomputed.
+# Activations of a layer that are saved for the backward pass; the others are recomputed. The
+# layer's input is always saved.
 REMAT_POLICIES = {
     "none": None,  # all of them: no rematerialisation
     "dots": jax.checkpoint_policies.save_from_both_policies(  # products with weights, attention
@@ -242,8 +242,8 @@ def _apply_patterns(
     """
     for pattern, layers in zip(patterns, _split_layers(stack, patterns), strict=True):
         unroll = pattern.repeats if compute.unroll else 1
-        # If the scan is unrolled, XLA's CSE would merge the recomputation with the forward pass
-        # and so keep all activations; in a loop it cannot.
+        # In an unrolled scan, XLA's CSE would merge the recomputation with the forward pass and
+        # keep all activations. In a loop it cannot.
         remat = dict(policy=REMAT_POLICIES[compute.remat], prevent_cse=unroll == pattern.repeats)
 
         def unit(x_BTD, layers, pattern=pattern, remat=remat):
@@ -261,7 +261,7 @@ def _apply_patterns(
 def _split_layers(stack, patterns: tuple[Pattern, ...]) -> list:
     """Splits a tree of stacked layers by pattern: [L, ...] to [repeats, layers of a unit, ...].
 
-    The gradient of `jax.lax.split` is one concatenation.
+    The gradient of `jax.lax.split` is one concatenation; that of slices is a sum of padded arrays.
     """
     arrays, tree = jax.tree.flatten(stack)
     sizes = [pattern.num_layers for pattern in patterns]
@@ -328,9 +328,7 @@ class Transformer(nnx.Module):
         return self.apply_final_norm(x_BTD)
 
     def apply_final_norm(self, x_BTD: jax.Array) -> jax.Array:
-        """Applies the final norm, if there is one (with `norm_after` blocks end with a norm), and
-        divides by `logit_divisor`.
-        """
+        """Applies the final norm (none with `norm_after`), and divides by `logit_divisor`."""
         x_BTD = x_BTD if self.final_norm is None else self.final_norm(x_BTD)
         return _scaled(x_BTD, 1 / self.config.block.logit_divisor)
 
@@ -358,8 +356,8 @@ class Transformer(nnx.Module):
         softcap = self.config.block.logit_softcap
         if self.head is not None:
             return logits(x_BTD, self.head_weight(compute), softcap)
-        # Contracted as stored: for `embedding.T`, XLA on CPU transposes the embedding at every
-        # token (113 MB for SmolLM2-135M).
+        # Not with `head_weight`: XLA on CPU would copy the transposed embedding for every token
+        # (113 MB for SmolLM2-135M).
         w_VD = compute.cast_and_gather(self.embedding[...], self.embedding.axes)
         over_D = (((2,), (1,)), ((), ()))
         dtype = _logits_dtype(x_BTD, w_VD)

@@ -97,7 +97,7 @@ def test_bounds_of_a_block():
         (dict(window_layers=(1, 0, 1)), "window_layers = (1, 0, 1): needs config.model.window > 0"),
         (dict(window_layers=(1,), window=3), "for each of config.model.num_layers = 3 layers"),
         (dict(window_rope_base=9.0), "window_rope_base = 9.0: needs config.model.window > 0"),
-        (dict(window_rope_base=0.5, window=3), "must be 0 (as the others), or at least 1"),
+        (dict(window_rope_base=0.5, window=3), "must be 0 (as in other layers), or at least 1"),
         (dict(window_rope_base=9.0, window=3, positions="none"), "needs config.model.positions ="),
         (
             dict(rope_scaling="yarn", rope_base=1.0),
