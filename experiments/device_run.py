@@ -408,7 +408,9 @@ def main(arguments: list[str]) -> int:
     if options.run and os.path.exists(rows):
         raise UserError(f"--rows={rows}: has the rows of a run: name another file, or move it")
     if options.run and not os.path.isdir(folder):
-        raise UserError(f"--folder={options.folder}: no programs of {plan.device}: --make makes them")
+        raise UserError(
+            f"--folder={options.folder}: no programs of {plan.device}: --make makes them"
+        )
     if options.stage:
         _stage(options.stage, plan, folder, rows)
         return 0

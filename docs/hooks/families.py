@@ -1,4 +1,4 @@
-"""Published families in the support matrix: what can become of each, asked of the code."""
+"""The support matrix's table of published families, by the checks of conversions and exports."""
 
 import dataclasses
 
@@ -27,7 +27,7 @@ _LLAMA3 |= dict(original_max_position_embeddings=8192)
 _YARN = dict(rope_type="yarn", factor=8.0, original_max_position_embeddings=8192)
 _EXPERTS = dict(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
 _EXPERTS |= dict(first_k_dense_replace=_LAYERS, num_key_value_heads=16)
-# By name, what published configs have beside sizes.
+# The keys of a published config beside its sizes, by the name of the model.
 ROWS: dict[str, dict] = {
     "GPT-2": dict(
         model_type="gpt2",
@@ -64,7 +64,7 @@ METHODS: dict[str, Method] = {
 
 
 def matrix() -> str:
-    """Returns classes and conversions of all families, with reasons below."""
+    """Returns the table of conversions and exports of all families."""
 
     def cells(keys: dict) -> list[str]:
         model = transformer(keys)

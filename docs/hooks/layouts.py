@@ -1,4 +1,4 @@
-"""The page of `kvjax.decode_attention`: arrays of every layout, and what runs where."""
+"""Tables of docs/decode.md: the arrays of every layout, and the implementations that support it."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ from kvjax.library.layouts import LETTERS, Layout, shown, stored
 
 B, S, T = 8, 4096, 1
 SIZES = dict(N=16, K=16, J=1, H=128, Hv=128, R=64, Rv=64, C=512, P=64)
-OWN = {  # what differs in an example
+OWN = {  # sizes of a layout's example that differ from SIZES
     "grouped": dict(K=4),
     "tied": dict(J=16),
     "latents": dict(J=2, C=256),
@@ -27,7 +27,7 @@ def letters() -> str:
 
 
 def devices() -> str:
-    """Returns a table of the implementations that take each layout, by their own checks."""
+    """Returns a table of the implementations that support each layout, by their own checks."""
     head = ["layout", "mechanisms", "XLA (any device)", *CHECKS]
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     for name, spec in kvjax.LAYOUTS.items():
@@ -49,7 +49,7 @@ def sizes_of(layout: str) -> dict[str, int]:
 
 
 def example(layout: str) -> tuple[jax.ShapeDtypeStruct, kvjax.KVCache, dict]:
-    """Returns query, cache and other inputs of a layout in bfloat16, as shapes."""
+    """Returns the shapes of a layout's query, cache and other inputs in bfloat16."""
     spec, sizes = kvjax.LAYOUTS[layout], sizes_of(layout)
 
     def of(axes):
@@ -97,7 +97,7 @@ def _optional(spec: Layout, array: str) -> str:
 
 def _takes(check, layout: str, spec: Layout) -> bool:
     query, cache, arrays = example(layout)
-    if layout == "latent":  # which is GLA's with one latent
+    if layout == "latent":  # its decode inputs are those of "latents" with one latent
         up = arrays["up_value"]
         arrays["up_value"] = jax.ShapeDtypeStruct((1, *up.shape), up.dtype)
     numbers = {name: 10_000.0 if name == "rope_base" else 1e-6 for name in spec.numbers}

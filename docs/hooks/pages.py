@@ -1,7 +1,7 @@
-"""Hooks of `make docs`: pages from where they are, links, tables made from code.
+"""MkDocs hooks for `make docs`: add pages outside docs/, rewrite links, insert generated tables.
 
-Pages outside docs/ keep their path in the site. Links are relative to the file in the repository;
-those to files that are no pages lead to the repository.
+Pages outside docs/ keep their path in the site. Links in a page are relative to the page's file.
+Links to files that are not pages become addresses in the GitHub repository.
 """
 
 import pathlib
@@ -25,7 +25,7 @@ def foreign() -> list[str]:
 
 
 def place(path: str) -> str:
-    """Returns where a file of the repository is in the site, or its address in the repository."""
+    """Returns a file's path in the site, or its address on GitHub if the site does not have it."""
     if path in foreign():
         return path
     if path.startswith("docs/"):
@@ -35,7 +35,7 @@ def place(path: str) -> str:
 
 
 def relinked(text: str, source: str) -> str:
-    """Returns a page whose links lead to places of the site; code is left as it is.
+    """Rewrites the links of a page for the site, outside blocks of code.
 
     Args:
       source: the page's path in the repository.
@@ -54,7 +54,7 @@ def relinked(text: str, source: str) -> str:
 
 
 def made(text: str) -> str:
-    """Returns a page with its tables: `<!-- made: support.table -->` is what that function says."""
+    """Replaces each `<!-- made: MODULE.FUNCTION -->` of a page by the function's result."""
     if str(ROOT) not in sys.path:
         sys.path.insert(0, str(ROOT))
 
@@ -70,7 +70,7 @@ def made(text: str) -> str:
     return _MADE.sub(call, text)
 
 
-_results: dict[str, str] = {}  # while `make docs-serve` builds again and again
+_results: dict[str, str] = {}  # reused when `make docs-serve` rebuilds pages
 
 
 def undocumented(html: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""The support matrix: what works for which mechanism, asked of the code that does it."""
+"""Tables of the support matrix: what works for which mechanism, by the code's own checks."""
 
 from collections.abc import Callable, Mapping
 import dataclasses
@@ -26,7 +26,7 @@ from kvjax.model.config import BlockConfig, TransformerConfig
 
 N, HEAD_DIM, D, CAPACITY, BASE = 16, 128, 2048, 4096, 10_000.0
 CHECKS = {"TPU": tpu.check, "Hopper GPU": gpu.check}
-# A function of kvjax with sizes for N = 16 heads of 128 channels: of caches that models have.
+# The mechanisms of the tables, with N = 16 heads of 128 channels and ranks as in published models.
 ROWS: dict[str, MechanismConfig] = {
     "mha": kvjax.mha(N),
     "gqa": kvjax.gqa(N, kv_heads=4),
@@ -54,7 +54,7 @@ _NAMED = {f"`{name}`": config for name, config in ROWS.items()}
 
 
 def kernels() -> str:
-    """Returns the caches, training and decode kernels of all mechanisms, with reasons below."""
+    """Returns the table of caches, training and decode kernels of all mechanisms."""
     whole = entry_bytes(ROWS["mha"])
 
     def cells(config: MechanismConfig) -> list[str]:
@@ -66,7 +66,7 @@ def kernels() -> str:
 
 
 def formats() -> str:
-    """Returns what mechanisms are exported as and converted to, with reasons below."""
+    """Returns the table of export formats and conversions of all mechanisms."""
 
     def cells(config: MechanismConfig) -> list[str]:
         return [f"`{kind_of(config)}`", exported(config), factors(config), converted_by(config)]
@@ -76,7 +76,7 @@ def formats() -> str:
 
 
 def table[T](head: list[str], rows: Mapping[str, T], cells: Callable[[T], list[str]]) -> str:
-    """Returns a line for each row, its name and its cells, and numbered reasons."""
+    """Returns a Markdown table with the numbered reasons for each "no" below it."""
     notes: dict[str, int] = {}
     lines = [_line(head), _line(["---"] * len(head))]
     for name, row in rows.items():
@@ -89,7 +89,7 @@ def _line(cells) -> str:
 
 
 def _mark(outcome: str, notes: dict[str, int]) -> str:
-    """Returns "yes", a name, or "no" with the number of its reason."""
+    """Replaces "no: REASON" by "no" and the reason's number in `notes`."""
     if not outcome.startswith("no: "):
         return outcome
     reason = outcome.removeprefix("no: ")
@@ -133,7 +133,7 @@ def layout(config: MechanismConfig) -> str:
 
 
 def training(config: MechanismConfig) -> str:
-    """Says if gradients are defined, on rows of documents that do not see each other."""
+    """Says if a layer's gradients are defined when attention is masked by document."""
 
     def loss():
         layer = kvjax.Attention(config, D, rngs=nnx.Rngs(0))
@@ -165,7 +165,7 @@ def kernel(check, config: MechanismConfig) -> str:
 
 
 class _Model:
-    """A model without weights: of `kvjax.convert.model.LazyModel` what exports look at."""
+    """A model without weights, with those attributes of `LazyModel` that exports read."""
 
     name, context, tokenizer_json, chat_template, token_files = "model", 2048, "{}", None, {}
 
@@ -190,7 +190,7 @@ _LLAMA = dataclasses.replace(
 
 
 def exported(config: MechanismConfig) -> str:
-    """Returns transformers' classes that compute a model of kvjax's recipe, or Llama's blocks."""
+    """Returns transformers' classes that hold the mechanism in NanoChat's or Llama's blocks."""
     found, reasons = [], []
     plain = dataclasses.replace(config, qk_norm="none")
     for given, block in ((config, _RECIPE), (plain, _LLAMA)):
@@ -204,7 +204,7 @@ def exported(config: MechanismConfig) -> str:
 
 
 def factors(config: MechanismConfig) -> str:
-    """Says if kvjax's own format, which keeps the small cache, holds such a model."""
+    """Says if `export --format=factored` can write such a model."""
     try:
         export.factored(_Model(config, _RECIPE))
     except UserError as error:
@@ -231,7 +231,7 @@ def converted_by(config: MechanismConfig) -> str:
 
 @functools.cache
 def conversions() -> list[tuple[str, MechanismConfig]]:
-    """Returns `--method` options with the mechanism of a layer that they convert."""
+    """Returns pairs of `--method` options and the mechanism that they convert a layer to."""
     found = []
     parts = [part for part in methods.PARTS if part not in ("query", "both", "value")]  # controls
     for source, rope_here in itertools.product(_SOURCES, (True, False)):
@@ -250,12 +250,12 @@ def conversions() -> list[tuple[str, MechanismConfig]]:
 
 
 def _same(config: MechanismConfig, other: MechanismConfig) -> bool:
-    """Returns True for configs of one mechanism: equal but for sizes."""
+    """Returns True for two configs of one mechanism, which may differ in sizes."""
     return _shape(config) == _shape(other)
 
 
 def _shape(config: MechanismConfig) -> tuple:
-    """Returns what distinguishes mechanisms of one class."""
+    """Returns the properties that distinguish mechanisms of one config class."""
     get = functools.partial(getattr, config)
     if isinstance(config, attention.GroupedConfig):
         grouped = "one base" if get("num_bases") == 1 else "bases"
@@ -266,6 +266,6 @@ def _shape(config: MechanismConfig) -> tuple:
             get("key_dim") < get("value_dim"),
             get("tie"),
             get("query_rank") > 0,
-            get("value_dim") < HEAD_DIM <= D // get("num_heads"),  # all channels are fewer
+            get("value_dim") < HEAD_DIM <= D // get("num_heads"),  # narrower heads
         )
     return (type(config).__name__,)

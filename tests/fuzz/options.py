@@ -56,7 +56,12 @@ _STARTS_WORK = {
     "kvjax.evaluate ruler_text": {FILE, FOLDER},
 }
 # Messages on these options may name the other option instead.
-_NAMED_IN_MESSAGES = {"runs": "--workdir", "set": "--config", "python": "--peers", "rows": "--folder"}
+_NAMED_IN_MESSAGES = {
+    "runs": "--workdir",
+    "set": "--config",
+    "python": "--peers",
+    "rows": "--folder",
+}
 # Options that may accept any text, by command; texts of other options must name existing things.
 _FREE_TEXT = {
     "kvjax.main": ("workdir", "coordinator"),
