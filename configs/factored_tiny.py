@@ -6,9 +6,9 @@ Trained on the embedded corpus (Shakespeare and the King James Bible).
 
     python -m kvjax.main --config=configs/factored_tiny.py
 
-Parameters: 1,265,664 parameters, 1,003,520 without the input embedding; 1,344 cache bytes
+Size: 1,265,664 parameters, 1,003,520 without the input embedding; 1,344 cache bytes
 per token in bfloat16; 0.008 GFLOP per trained token.
-Hardware: two CPU cores; a run is 4.1M tokens. Measured: nothing yet, beyond that it learns.
+Hardware: two CPU cores; a run is 4.1M tokens. Measured: nothing yet, except that it learns.
 """
 
 from kvjax import recipes

@@ -1,11 +1,11 @@
 """GQA with 3 KV heads: 12 layers, width 768, 6 heads of 128.
 
-The paper's: LRKV (arXiv 2601.11471), Table 2 and Figure 2: test BPB 0.883.
+LRKV paper (arXiv 2601.11471), Table 2 and Figure 2: test BPB 0.883.
 
     python -m kvjax.main --config=configs/gqa_128m.py
 
 Data: FineWeb-Edu as Parquet shards in ~/data/fineweb-edu (config.data.source).
-Parameters: 178,520,064 parameters, 128,188,416 without the input embedding; 18,432 cache bytes
+Size: 178,520,064 parameters, 128,188,416 without the input embedding; 18,432 cache bytes
 per token in bfloat16; 0.996 GFLOP per trained token.
 Budget: 100B tokens in steps of 524,288: 100 exaFLOPs.
 Target: v5e:4x4 (16 chips).

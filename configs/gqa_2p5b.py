@@ -1,11 +1,11 @@
 """GQA with 6 KV heads: 36 layers, width 2304, 18 heads of 128.
 
-The paper's: LRKV (arXiv 2601.11471), Table 2 and Figure 2: test BPB 0.725.
+LRKV paper (arXiv 2601.11471), Table 2 and Figure 2: test BPB 0.725.
 
     python -m kvjax.main --config=configs/gqa_2p5b.py
 
 Data: FineWeb-Edu as Parquet shards in ~/data/fineweb-edu (config.data.source).
-Parameters: 2,340,421,632 parameters, 2,189,426,688 without the input embedding; 110,592 cache bytes
+Size: 2,340,421,632 parameters, 2,189,426,688 without the input embedding; 110,592 cache bytes
 per token in bfloat16; 15.175 GFLOP per trained token.
 Budget: 50B tokens in steps of 262,144: 759 exaFLOPs.
 Target: v5p:2x2x4 (16 chips).

@@ -6,7 +6,7 @@ The mechanism of kv_tied_tiny.py at the LRKV paper's scale d12; no paper reports
     python -m kvjax.main --config=configs/kv_tied_128m.py
 
 Data: FineWeb-Edu as Parquet shards in ~/data/fineweb-edu (config.data.source).
-Parameters: 178,520,064 parameters, 128,188,416 without the input embedding; 18,432 cache bytes
+Size: 178,520,064 parameters, 128,188,416 without the input embedding; 18,432 cache bytes
 per token in bfloat16; 0.996 GFLOP per trained token.
 Budget: 100B tokens in steps of 524,288: 100 exaFLOPs.
 Target: v5e:4x4 (16 chips).

@@ -6,7 +6,7 @@ The mechanism of kv_tied_tiny.py at the LRKV paper's scale d36; no paper reports
     python -m kvjax.main --config=configs/kv_tied_2p5b.py
 
 Data: FineWeb-Edu as Parquet shards in ~/data/fineweb-edu (config.data.source).
-Parameters: 2,404,122,624 parameters, 2,253,127,680 without the input embedding; 165,888 cache bytes
+Size: 2,404,122,624 parameters, 2,253,127,680 without the input embedding; 165,888 cache bytes
 per token in bfloat16; 15.557 GFLOP per trained token.
 Budget: 50B tokens in steps of 262,144: 778 exaFLOPs.
 Target: v5p:2x2x4 (16 chips).

@@ -5,9 +5,9 @@ Trained on the embedded corpus (Shakespeare and the King James Bible).
 
     python -m kvjax.main --config=configs/kv_tied_gqa_tiny.py
 
-Parameters: 1,212,416 parameters, 950,272 without the input embedding; 512 cache bytes
+Size: 1,212,416 parameters, 950,272 without the input embedding; 512 cache bytes
 per token in bfloat16; 0.007 GFLOP per trained token.
-Hardware: two CPU cores; a run is 4.1M tokens. Measured: nothing yet, beyond that it learns.
+Hardware: two CPU cores; a run is 4.1M tokens. Measured: nothing yet, except that it learns.
 """
 
 from kvjax import recipes

@@ -1,9 +1,9 @@
 """Rows of 8K, 32K and 128K tokens at 2.5B.
 
-8K: the comparison that the LRKV blog post shows without its numbers, at a scale and budget of this
-project's choice. 32K and 128K: the paper (arXiv 2601.11471, section 7) leaves them to future work.
-From 32K on a row is split over chips. At 128K RoPE's base is 500,000: with 10,000 its longest
-wavelength is 54,410 tokens, less than half a row. Rows of 2K: configs/lrkv_2p5b.py and so on.
+The LRKV blog post plots a comparison on rows of 8K without numbers; scale and budget here are this
+project's choice. The paper (arXiv 2601.11471, section 7) leaves longer rows to future work. From
+32K on a row is split over chips. At 128K RoPE's base is 500,000: with 10,000 its longest wavelength
+is 54,410 tokens, less than half a row. Rows of 2K are configs/lrkv_2p5b.py and so on.
 """
 
 from kvjax import recipes

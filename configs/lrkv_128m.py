@@ -1,11 +1,11 @@
 """LRKV of rank 64: 12 layers, width 768, 6 heads of 128.
 
-The paper's: LRKV (arXiv 2601.11471), Table 2 and Figure 2: test BPB 0.875.
+LRKV paper (arXiv 2601.11471), Table 2 and Figure 2: test BPB 0.875.
 
     python -m kvjax.main --config=configs/lrkv_128m.py
 
 Data: FineWeb-Edu as Parquet shards in ~/data/fineweb-edu (config.data.source).
-Parameters: 182,059,008 parameters, 131,727,360 without the input embedding; 24,864 cache bytes
+Size: 182,059,008 parameters, 131,727,360 without the input embedding; 24,864 cache bytes
 per token in bfloat16; 1.017 GFLOP per trained token.
 Budget: 100B tokens in steps of 524,288: 102 exaFLOPs.
 Target: v5e:4x4 (16 chips).

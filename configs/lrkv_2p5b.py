@@ -1,11 +1,11 @@
 """LRKV of rank 64: 36 layers, width 2304, 18 heads of 128.
 
-The paper's: LRKV (arXiv 2601.11471), Table 2 and Figure 2: test BPB 0.719.
+LRKV paper (arXiv 2601.11471), Table 2 and Figure 2: test BPB 0.719.
 
     python -m kvjax.main --config=configs/lrkv_2p5b.py
 
 Data: FineWeb-Edu as Parquet shards in ~/data/fineweb-edu (config.data.source).
-Parameters: 2,435,973,120 parameters, 2,284,978,176 without the input embedding; 186,912 cache bytes
+Size: 2,435,973,120 parameters, 2,284,978,176 without the input embedding; 186,912 cache bytes
 per token in bfloat16; 15.748 GFLOP per trained token.
 Budget: 50B tokens in steps of 262,144: 787 exaFLOPs.
 Target: v5p:2x2x4 (16 chips).

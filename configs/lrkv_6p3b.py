@@ -1,12 +1,12 @@
 """LRKV of rank 64: 50 layers, width 3200, 25 heads of 128.
 
-The paper's: the LRKV blog post at "6.3B"; head groups, latent and budget
-are not stated there; those here are ours.
+The LRKV blog post's model at "6.3B". The post gives no KV heads, latent or budget: those here are
+this project's choice.
 
     python -m kvjax.main --config=configs/lrkv_6p3b.py
 
 Data: FineWeb-Edu as Parquet shards in ~/data/fineweb-edu (config.data.source).
-Parameters: 6,112,870,400 parameters, 5,903,155,200 without the input embedding; 350,600 cache bytes
+Size: 6,112,870,400 parameters, 5,903,155,200 without the input embedding; 350,600 cache bytes
 per token in bfloat16; 39.351 GFLOP per trained token.
 Budget: 50B tokens in steps of 524,288: 1,968 exaFLOPs.
 Target: v5p:2x2x4 (16 chips).

@@ -6,7 +6,7 @@ The mechanism of lrkv_gqa_tiny.py at the LRKV paper's scale d12; no paper report
     python -m kvjax.main --config=configs/lrkv_gqa_128m.py
 
 Data: FineWeb-Edu as Parquet shards in ~/data/fineweb-edu (config.data.source).
-Parameters: 177,930,240 parameters, 127,598,592 without the input embedding; 15,504 cache bytes
+Size: 177,930,240 parameters, 127,598,592 without the input embedding; 15,504 cache bytes
 per token in bfloat16; 0.992 GFLOP per trained token.
 Budget: 100B tokens in steps of 524,288: 99 exaFLOPs.
 Target: v5e:4x4 (16 chips).

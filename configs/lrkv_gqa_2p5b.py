@@ -6,7 +6,7 @@ The mechanism of lrkv_gqa_tiny.py at the LRKV paper's scale d36; no paper report
     python -m kvjax.main --config=configs/lrkv_gqa_2p5b.py
 
 Data: FineWeb-Edu as Parquet shards in ~/data/fineweb-edu (config.data.source).
-Parameters: 2,301,493,248 parameters, 2,150,498,304 without the input embedding; 74,592 cache bytes
+Size: 2,301,493,248 parameters, 2,150,498,304 without the input embedding; 74,592 cache bytes
 per token in bfloat16; 14.941 GFLOP per trained token.
 Budget: 50B tokens in steps of 262,144: 747 exaFLOPs.
 Target: v5p:2x2x4 (16 chips).

@@ -5,9 +5,9 @@ Trained on the embedded corpus (Shakespeare and the King James Bible).
 
     python -m kvjax.main --config=configs/lrkv_gqa_tiny.py
 
-Parameters: 1,253,376 parameters, 991,232 without the input embedding; 1,056 cache bytes
+Size: 1,253,376 parameters, 991,232 without the input embedding; 1,056 cache bytes
 per token in bfloat16; 0.008 GFLOP per trained token.
-Hardware: two CPU cores; a run is 4.1M tokens. Measured: nothing yet, beyond that it learns.
+Hardware: two CPU cores; a run is 4.1M tokens. Measured: nothing yet, except that it learns.
 """
 
 from kvjax import recipes

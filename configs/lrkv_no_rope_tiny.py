@@ -5,9 +5,9 @@ Trained on the embedded corpus (Shakespeare and the King James Bible).
 
     python -m kvjax.main --config=configs/lrkv_no_rope_tiny.py
 
-Parameters: 1,294,336 parameters, 1,032,192 without the input embedding; 1,600 cache bytes
+Size: 1,294,336 parameters, 1,032,192 without the input embedding; 1,600 cache bytes
 per token in bfloat16; 0.008 GFLOP per trained token.
-Hardware: two CPU cores; a run is 4.1M tokens. Measured: nothing yet, beyond that it learns.
+Hardware: two CPU cores; a run is 4.1M tokens. Measured: nothing yet, except that it learns.
 """
 
 from kvjax import recipes

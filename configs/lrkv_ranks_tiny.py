@@ -1,13 +1,13 @@
 """LRKV with a rank per layer: 8, 16, 16, 24: 4 layers, width 128, 4 heads of 32.
 
-The LRKV paper names this as future work; the ranks' mean is that of lrkv_tiny.
+The LRKV paper names this as future work; the mean of the ranks is lrkv_tiny's rank.
 Trained on the embedded corpus (Shakespeare and the King James Bible).
 
     python -m kvjax.main --config=configs/lrkv_ranks_tiny.py
 
-Parameters: 1,294,336 parameters, 1,032,192 without the input embedding; 1,600 cache bytes
+Size: 1,294,336 parameters, 1,032,192 without the input embedding; 1,600 cache bytes
 per token in bfloat16; 0.008 GFLOP per trained token.
-Hardware: two CPU cores; a run is 4.1M tokens. Measured: nothing yet, beyond that it learns.
+Hardware: two CPU cores; a run is 4.1M tokens. Measured: nothing yet, except that it learns.
 """
 
 from kvjax import recipes

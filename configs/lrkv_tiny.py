@@ -1,11 +1,11 @@
 """LRKV of rank 16: 4 layers, width 128, 4 heads of 32.
 
-No paper: the smallest model on which all mechanisms can be compared, trained on the
+No paper has this model: it is the smallest on which all mechanisms are compared, trained on the
 embedded corpus (Shakespeare and the King James Bible).
 
     python -m kvjax.main --config=configs/lrkv_tiny.py
 
-Parameters: 1,294,336 parameters, 1,032,192 without the input embedding; 1,600 cache bytes
+Size: 1,294,336 parameters, 1,032,192 without the input embedding; 1,600 cache bytes
 per token in bfloat16; 0.008 GFLOP per trained token.
 Hardware: two CPU cores, 4.1M tokens in five to seven minutes.
 Measured: see experiments/reports/lrkv.md.

@@ -1,8 +1,8 @@
-"""Pairs of equal parameters, and of equal cache.
+"""Models with MHA's parameter count, and pairs of models with equal caches.
 
-The LRKV paper (arXiv 2601.11471) compares mechanisms of different sizes. `*_matched_*`: the MLP
-is widened until parameters are exactly MHA's. The others pair GQA and LRKV with caches that
-differ by less than 0.6 %.
+The LRKV paper (arXiv 2601.11471) compares models of different sizes. In `*_matched_*` the MLP is
+widened until the parameter count is exactly MHA's. The other variants form pairs of GQA and LRKV
+whose caches differ by less than 0.6 %.
 """
 
 from kvjax import recipes

@@ -1,11 +1,11 @@
 """MHA: 12 layers, width 768, 6 heads of 128.
 
-The paper's: LRKV (arXiv 2601.11471), Table 2 and Figure 2: test BPB 0.878.
+LRKV paper (arXiv 2601.11471), Table 2 and Figure 2: test BPB 0.878.
 
     python -m kvjax.main --config=configs/mha_128m.py
 
 Data: FineWeb-Edu as Parquet shards in ~/data/fineweb-edu (config.data.source).
-Parameters: 185,597,952 parameters, 135,266,304 without the input embedding; 36,864 cache bytes
+Size: 185,597,952 parameters, 135,266,304 without the input embedding; 36,864 cache bytes
 per token in bfloat16; 1.038 GFLOP per trained token.
 Budget: 100B tokens in steps of 524,288: 104 exaFLOPs.
 Target: v5e:4x4 (16 chips).

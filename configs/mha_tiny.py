@@ -1,11 +1,11 @@
 """MHA: 4 layers, width 128, 4 heads of 32.
 
-No paper: the smallest model on which all mechanisms can be compared, trained on the
+No paper has this model: it is the smallest on which all mechanisms are compared, trained on the
 embedded corpus (Shakespeare and the King James Bible).
 
     python -m kvjax.main --config=configs/mha_tiny.py
 
-Parameters: 1,310,720 parameters, 1,048,576 without the input embedding; 2,048 cache bytes
+Size: 1,310,720 parameters, 1,048,576 without the input embedding; 2,048 cache bytes
 per token in bfloat16; 0.008 GFLOP per trained token.
 Hardware: two CPU cores, 4.1M tokens in five to seven minutes.
 Measured: see experiments/reports/lrkv.md.

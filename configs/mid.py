@@ -1,7 +1,7 @@
 """Mid-training on conversations, for the LRKV paper's Table 3.
 
-Papers: LRKV (arXiv 2601.11471) and its blog post. A run starts from runs/VARIANT
-(config.train.parent), which the plain file of that name trains; configs/papers.py, mla_l384_2p5b.
+Papers: LRKV (arXiv 2601.11471) and its blog post. Each variant continues runs/VARIANT
+(config.train.parent), a run of the plain file of that name (mla_l384_2p5b: of configs/papers.py).
 Data: smol-smoltalk, MMLU and GSM8K as Parquet files in ~/data (config.mixture), one pass over
 567,656 conversations, about 700 steps.
 """

@@ -1,13 +1,13 @@
 """MLA with a latent of 256 and no RoPE key: 12 layers, width 768, 6 heads of 128.
 
-The paper's: LRKV (arXiv 2601.11471), MLA of Table 2 and Figure 2: test BPB 0.876. As counted there,
-the cache is 16.7 % of MHA's: keys are rebuilt from the latent, normed and rotated. mla_128m is MLA
-as it is deployed.
+LRKV paper (arXiv 2601.11471), MLA of Table 2 and Figure 2: test BPB 0.876. As counted there,
+the cache is 16.7 % of MHA's: keys are rebuilt from the latent, normed and rotated. mla_128m
+also has MLA's RoPE key.
 
     python -m kvjax.main --config=configs/mla_paper_128m.py
 
 Data: FineWeb-Edu as Parquet shards in ~/data/fineweb-edu (config.data.source).
-Parameters: 178,520,064 parameters, 128,188,416 without the input embedding; 6,144 cache bytes
+Size: 178,520,064 parameters, 128,188,416 without the input embedding; 6,144 cache bytes
 per token in bfloat16; 0.996 GFLOP per trained token.
 Budget: 100B tokens in steps of 524,288: 100 exaFLOPs.
 Target: v5e:4x4 (16 chips).

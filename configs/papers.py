@@ -1,20 +1,22 @@
-"""Other papers' models at their size and by their recipe; the LRKV paper's text.
+"""Models of other papers, at the papers' sizes and by their recipes; the recipe of LRKV's text.
 
-`*_300m`, `*_1p2b`: projection sharing (arXiv 2606.04032), on SlimPajama with GPT-2's tokenizer. Its
-perplexities count padding, which costs next to nothing; here documents are packed and separate, so
-figures are of the text alone, and higher. At 1.2B the authors' code plans 8,477 steps, 10B tokens;
-the text reports 7,500, and here the schedule ends there: --config.train.num_steps=8477
---config.train.stop_after=7500 gives the code's learning rates, 10 % higher in the mean, and at the
-end 0.14 of the peak instead of 0.1.
+`*_300m`, `*_1p2b`: projection sharing (arXiv 2606.04032), on SlimPajama with GPT-2's tokenizer. The
+paper's perplexities count padding, whose loss is near 0. Here documents are packed, and attention
+stays within a document, so perplexities are of text alone, and higher. At 1.2B the authors' code
+plans 8,477 steps (10B tokens). The paper reports 7,500 steps, where the schedule ends here. With
+--config.train.num_steps=8477 --config.train.stop_after=7500 the learning rates are the code's:
+10 % higher on average, and 0.14 of the peak at the end instead of 0.1.
 
-`llama_*_125m`: thin keys (arXiv 2603.04427, section 3.6, LLaMA-style "125M"), on WikiText-103. Its
-perplexities are per word; here BPE has as many tokens as the paper has words, so bits per byte
-compare, and perplexities do not.
+`llama_*_125m`: thin keys (arXiv 2603.04427, section 3.6, LLaMA-style "125M"), on WikiText-103. The
+paper's perplexities are per word, those here per BPE token: compare bits per byte. There are about
+as many tokens here as words there.
 
-`*_text_*`: section 5 and appendix A of the LRKV paper (arXiv 2601.11471): cosine schedule, warmup,
-weight decay 0.1, betas 0.9 and 0.95; its numbers match nanochat's recipe, which the plain files
-have. Without appendix A's batch of 16 rows of 2,048 tokens, with which the stated budgets would
-take 3.1M and 1.5M steps instead of 190K. `mla_l*`: the latents of its Tables 3 and 4.
+`*_text_*`: the recipe of section 5 and appendix A of the LRKV paper (arXiv 2601.11471): cosine
+schedule, warmup, weight decay 0.1, betas 0.9 and 0.95. (The paper's numbers match nanochat's recipe
+instead, which the plain files have.) The batch is not appendix A's 16 rows of 2,048 tokens, with
+which the stated budgets would take 3.1M and 1.5M steps instead of 190K.
+
+`mla_l*`: MLA with the latents of the LRKV paper's Tables 3 and 4.
 """
 
 from kvjax import recipes

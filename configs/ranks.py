@@ -1,7 +1,8 @@
 """LRKV of ranks other than 64: eight at 128M, three at 2.5B and 6.3B.
 
-Papers: LRKV (arXiv 2601.11471) and its blog post, whose rank ablation at 128M has no numbers and
-which recommends ranks of 0.36 to 0.43 of the head dim. Rank 64: configs/lrkv_128m.py and so on.
+Papers: LRKV (arXiv 2601.11471) and its blog post. The post plots an ablation of ranks at 128M
+without numbers, and recommends ranks of 0.36 to 0.43 of the head dim. Rank 64 is
+configs/lrkv_128m.py and so on.
 """
 
 from kvjax import recipes

@@ -1,8 +1,8 @@
-"""Other authors' mechanisms, and LRKV, with as small a cache; MHA's parameters.
+"""Other authors' mechanisms, and LRKV, with equally small caches and MHA's parameter count.
 
-`*_wide_*` cache about as many elements per token and layer as LRKV of rank 64 (of rank 16 in
-lrkv_tiny), `*_narrow_*` as MLA. The width of the MLP brings parameters to MHA's, to 0.1 %. The tiny
-ones train on the embedded corpus: 4.1M tokens.
+`*_wide_*` cache about as many elements per token and layer as LRKV of rank 64 (at tiny scale, of
+rank 16), `*_narrow_*` about as many as MLA. MLP widths are chosen so that parameter counts equal
+MHA's to 0.1 %. Tiny variants train on 4.1M tokens of the embedded corpus.
 """
 
 from kvjax import recipes

@@ -1,18 +1,18 @@
-"""Models that vLLM, SGLang and transformers read as DeepSeek-V3, with as small a cache as here.
+"""Tiny models that vLLM, SGLang and transformers serve as DeepSeek-V3, with the same small cache.
 
     python -m kvjax.main --config=configs/serving.py:gta_served_tiny
     python -m kvjax.convert.export --workdir=runs/gta_served_tiny --out=served --format=deepseek
 
-`recipes.servable` has what differs from the other configs: gains in the norms, SwiGLU, no soft cap
+`recipes.servable` sets what differs from the other configs: gains in the norms, SwiGLU, no soft cap
 and no QK-norm. 4 layers of width 128, 4 heads of 32 channels, on the embedded corpus. Engines pad
-these small latents to 256 channels and RoPE keys to 64; GTA with 4 KV heads of 128 channels and a
-RoPE key of 64 has 512 and 64, which no engine pads, and so has LRKV with heads of 64 channels and
-K·R = 224.
+these small latents to 256 channels and RoPE keys to 64. No engine pads a latent of 512 channels and
+a RoPE key of 64, which GTA has with 4 KV heads of 128 channels and a RoPE key of 64, and LRKV with
+heads of 64 channels and K·R = 224.
 """
 
 from kvjax import recipes
 
-# By name: the attention section, and the MLP's width, which brings parameters to MHA's to 0.1 %.
+# By name: the attention section, and the MLP width that makes parameters equal MHA's to 0.1 %.
 VARIANTS = {
     "mla_served_tiny": (recipes.mla(4, latent=48, rope_dim=16, head_dim=32), 352),
     "gta_served_tiny": (recipes.gta(4, kv_heads=2, rope_dim=16, head_dim=32), 400),

@@ -6,7 +6,7 @@ The mechanism of thin_keys_tiny.py at the LRKV paper's scale d12; no paper repor
     python -m kvjax.main --config=configs/thin_keys_128m.py
 
 Data: FineWeb-Edu as Parquet shards in ~/data/fineweb-edu (config.data.source).
-Parameters: 174,981,120 parameters, 124,649,472 without the input embedding; 23,040 cache bytes
+Size: 174,981,120 parameters, 124,649,472 without the input embedding; 23,040 cache bytes
 per token in bfloat16; 0.889 GFLOP per trained token.
 Budget: 100B tokens in steps of 524,288: 89 exaFLOPs.
 Target: v5e:4x4 (16 chips).

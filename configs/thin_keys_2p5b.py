@@ -6,7 +6,7 @@ The mechanism of thin_keys_tiny.py at the LRKV paper's scale d36; no paper repor
     python -m kvjax.main --config=configs/thin_keys_2p5b.py
 
 Data: FineWeb-Edu as Parquet shards in ~/data/fineweb-edu (config.data.source).
-Parameters: 2,308,571,136 parameters, 2,157,576,192 without the input embedding; 207,360 cache bytes
+Size: 2,308,571,136 parameters, 2,157,576,192 without the input embedding; 207,360 cache bytes
 per token in bfloat16; 14.219 GFLOP per trained token.
 Budget: 50B tokens in steps of 262,144: 711 exaFLOPs.
 Target: v5p:2x2x4 (16 chips).

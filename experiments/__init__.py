@@ -1,3 +1,3 @@
-"""Benchmarks, tables and comparisons: commands that print what experiments/reports/ says."""
+"""Benchmarks, tables and comparisons: the commands behind the figures of experiments/reports/."""
 
 import kvjax  # noqa: F401  # first: from here on Ctrl-C during the imports is no traceback

@@ -1,4 +1,4 @@
-"""The ledger: every claim of four papers and a blog, and the verdict of the results here.
+"""The ledger: every claim of four papers and a blog, with the verdict of this project's results.
 
     python -m experiments.claims            # prints verdicts and reasons
     python -m experiments.claims --write    # writes experiments/CLAIMS.md
@@ -63,7 +63,7 @@ def _row(claim: dict) -> dict:
 
 
 def _correction(count: int) -> str:
-    """States that verdicts are not corrected for their number, and the headline's p-values."""
+    """Returns a sentence: verdicts are not corrected for their number; p-values of the headline."""
     p_values = corrected(judge.read("studies/mechanisms")["rows"])
     shown = ", ".join(f"{cell} {p:.2f}" for cell, p in p_values.items())
     text = (

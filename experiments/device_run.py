@@ -1,16 +1,16 @@
-"""All figures that a card can give in ten minutes, from programs compiled before, elsewhere.
+"""Measures a GPU in ten minutes, with programs that were compiled beforehand on another machine.
 
-    python -m experiments.device_run --make --device=h200        # on a machine without the card
-    python -m experiments.device_run --run --deadline=570        # on the card
-    python -m experiments.device_run --table                     # again, from the rows
+    python -m experiments.device_run --make --device=h200        # on a machine without the GPU
+    python -m experiments.device_run --run --deadline=570        # on the GPU
+    python -m experiments.device_run --table                     # prints the rows' table again
 
---make compiles kernels and decode steps for the device and writes build/device/DEVICE; a program
-that is there already, from the same sources, is not compiled again. cuDNN's kernels and training
-need the card. --run measures in stages: memory, whether kernels agree with the definition, XLA's
-options for a whole decode step, kernels, decode steps, training. Each stage is a process of its own
-with a share of the deadline; its rows are appended to --rows as they come, and a stage without time
-is skipped. A program that cannot be loaded is compiled on the card, and a note says why. The table
-comes last; the status is 1 if a kernel disagrees or a stage was stopped.
+--make compiles kernels and decode steps for the device into build/device/DEVICE, except programs
+that the folder already has from the same sources. (cuDNN's kernels and training can be compiled on
+the GPU alone.) --run measures in stages: memory, agreement of kernels with the definition, XLA's
+options for a whole decode step, kernels, decode steps, training. Each stage is a process that gets
+a share of the deadline, and appends its rows to --rows one by one; a stage is skipped if no time is
+left. If a program cannot be loaded, it is compiled on the GPU, and a note says why. At the end
+--run prints a table; its status is 1 if a kernel disagrees or a stage was stopped.
 """
 
 import argparse
@@ -42,10 +42,10 @@ from kvjax.hardware import datasheets, topology
 from kvjax.kernels.profile import agreement, measured, side_by_side, timing
 from kvjax.kernels.profile.measured import Run
 
-_ROUND_BANDWIDTH = 4e12  # bytes/s; only the length of rounds depends on it
+_ROUND_BANDWIDTH = 4e12  # bytes/s; determines only the length of rounds
 _GRACE = 5.0  # seconds before the deadline in which the table is printed
 
-# XLA's options for a whole step, to learn whether the host or the device is the bound.
+# XLA's options for a whole step; they show whether the host or the device limits its time.
 FLAGS: dict[str, dict[str, object]] = {
     "default": {},
     "no_command_buffers": {"xla_gpu_enable_command_buffer": ""},
@@ -57,13 +57,14 @@ FLAGS: dict[str, dict[str, object]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The shapes that are measured on a device.
+    """The measurements of a device.
 
     Attributes:
       device: a name of `topology.GPUS`, or "cpu" for a rehearsal.
-      points: (batch, length) of kernels, the most wanted first.
-      steps: (mechanism, batch, length) of decode steps, likewise.
-      flagged: the decode step that every set of XLA's options is tried on.
+      points: (batch, length) of kernels, the most important first.
+      checked: (batch, length) at which kernels are compared with the definition.
+      steps: (mechanism, batch, length) of decode steps, the most important first.
+      flagged: the decode step that is measured with each of `flags`, keys of FLAGS.
     """
 
     device: str
@@ -142,7 +143,7 @@ PLANS = {device: _gpu(device) for device in topology.GPUS} | {
 
 
 def programs(plan: Plan) -> Iterator[tuple[tuple, Callable[[], side_by_side.Program], dict]]:
-    """Yields key, maker and XLA's options of each program, the most wanted first."""
+    """Yields key, maker and XLA's options of each program, the most important first."""
     run = plan.run(implementations=(plan.implementation,))
     for key in plan.flags:
         point = plan.point(*plan.flagged)
@@ -176,11 +177,11 @@ def _make(plan: Plan, folder: prepared.Folder, out: Output) -> int:
 
 # -- stages ----------------------------------------------------------------------------------------
 
-Rows = Callable[[dict], None]  # keeps a row; a stage's last argument is the folder of the rows
+Rows = Callable[[dict], None]  # stores a row; a stage's last argument is the folder of the rows
 
 
 def _with(stage: str, plan: Plan, load: side_by_side.Load) -> side_by_side.Load:
-    """Returns `load` for keys (mechanism, implementation, ...); libraries have no programs."""
+    """Returns a function from (mechanism, implementation, ...) to a program; None for libraries."""
     return lambda key: None if key[1] in plan.libraries else load((stage, *key))
 
 
@@ -250,7 +251,7 @@ def _named(point: tuple[str, int, int]) -> dict:
 
 
 def _training(plan: Plan, load: side_by_side.Load, keep: Rows, out: pathlib.Path) -> None:
-    """Times training with what XLA's autotuner found, which is kept for the next run."""
+    """Times training; keeps the results of XLA's autotuner for the next run."""
     tuned = out / "autotune"
     flags = f"--xla_gpu_per_fusion_autotune_cache_dir={tuned}" if plan.device != "cpu" else ""
     environment = os.environ | dict(XLA_FLAGS=f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip())
@@ -273,10 +274,10 @@ STAGES: dict[str, tuple[float, Callable]] = {  # share of the deadline, and func
 
 
 def _stage(name: str, plan: Plan, folder: pathlib.Path, rows: pathlib.Path) -> None:
-    """Measures one stage in this process; appends its rows.
+    """Measures one stage in this process, and appends its rows.
 
     Raises:
-      UserError: another device is present than the plan is for.
+      UserError: this machine's device is not the plan's.
     """
     runtime.start()
     known = datasheets.for_device(jax.devices()[0])
@@ -300,7 +301,7 @@ def _append(rows: pathlib.Path, row: dict) -> None:
 
 
 def _run(options: argparse.Namespace, rows: pathlib.Path) -> None:
-    """Runs the stages, each as a process with what is left of its share and of earlier ones'."""
+    """Runs each stage as a process, for its share of the deadline and time that earlier ones left."""
     start, planned = time.monotonic(), 0.0
     made_by = provenance.software("jax-cuda13-plugin")
     _append(rows, dict(stage="run", device=options.device, made_by=made_by))
@@ -334,7 +335,7 @@ def _stopped(command: Sequence[str], seconds: float) -> str:
 
 
 def _show(plan: Plan, rows: Sequence[dict], out: Output) -> None:
-    """Prints the rows of all stages; what was stopped or compiled anew last."""
+    """Prints the rows of all stages, then notes on stopped stages and recompiled programs."""
     by_stage: dict[str, list[dict]] = {name: [] for name in ("run", *STAGES)}
     notes = []
     for row in rows:
@@ -371,7 +372,7 @@ def _show(plan: Plan, rows: Sequence[dict], out: Output) -> None:
 
 
 def _read(rows: pathlib.Path) -> list[dict]:
-    """Returns the rows of a run, the first of which names its device."""
+    """Returns the rows of a run; the first row names the device."""
     if not os.path.exists(rows):
         raise UserError(f"--rows={rows}: no such file")
     found = [json.loads(line) for line in rows.read_text().splitlines()]
@@ -389,8 +390,8 @@ def main(arguments: list[str]) -> int:
     add("--table", action="store_true", help="print the rows' table")
     add("--stage", default="", help=f"measure one of {', '.join(STAGES)} alone")
     add("--device", default="h200", help=f"{', '.join(PLANS)}; cpu is a rehearsal (h200)")
-    add("--folder", default=str(ROOT / "build/device"), help="of the programs (build/device)")
-    add("--rows", default=str(ROOT / "build/device/rows.jsonl"), help="file that rows go to")
+    add("--folder", default=str(ROOT / "build/device"), help="folder of programs (build/device)")
+    add("--rows", default=str(ROOT / "build/device/rows.jsonl"), help="file of the rows")
     add("--deadline", type=float, default=570.0, help="seconds of --run, up to a day (570)")
     options = parser.parse(arguments)
     if sum((options.make, options.run, options.table, bool(options.stage))) != 1:

@@ -1,10 +1,10 @@
-"""Programs compiled on one machine for another: serialised XLA executables in a folder.
+"""Serialised XLA executables in a folder, compiled on one machine to run on another.
 
 `index.json` has each program's file, size, digest and seconds of compilation, or the reason why it
-does not compile there. A program is loaded if sources, tuned tile sizes and JAX's version are those
-it was compiled with; otherwise whoever needs it compiles it.
+does not compile. A program can only be loaded with the sources, tuned tile sizes and version of JAX
+that it was compiled with; otherwise the caller compiles it again.
 
-Loading runs code from the folder: load only what you have made yourself.
+Loading runs code from the folder: load only folders that you have made yourself.
 """
 
 from collections.abc import Callable, Hashable, Mapping
@@ -50,8 +50,8 @@ class Folder:
     """A folder of programs for one device.
 
     Args:
-      source: see `source_digest`.
-      on_failure: called with name and reason when a program cannot be loaded.
+      source: the current `source_digest`.
+      on_failure: called with a program's name and the reason if it cannot be loaded.
     """
 
     def __init__(
@@ -70,11 +70,12 @@ class Folder:
     def add(
         self, key: Hashable, make: Callable[[], Program], device: jax.Device | None, **options
     ) -> dict:
-        """Compiles a program and stores it, unless it is there; returns its entry of the index.
+        """Compiles and stores a program unless the folder has it; returns its entry of the index.
 
         Args:
-          device: of a topology; None: the device present.
-          options: XLA's, for this program.
+          make: returns the function and its arguments.
+          device: a device of a topology; None: this machine's.
+          options: XLA's options for this program.
         """
         name, start = name_of(key), time.monotonic()
         known = self._index.get(name, {})
@@ -85,7 +86,7 @@ class Folder:
             with gpu_static.without_compilation_cache():
                 compiled = lowered.compile(compiler_options=options or None)
             data = lzma.compress(pickle.dumps(serialize_executable.serialize(compiled)), preset=1)
-        except Exception as error:  # other programs are made nevertheless
+        except Exception as error:  # recorded, so that other programs are still compiled
             entry = dict(why=f"{type(error).__name__}: {first_line(error)}")
         else:
             file = f"{name}.xc"
@@ -98,11 +99,11 @@ class Folder:
         return self._index[name]
 
     def load(self, key: Hashable) -> jax.stages.Compiled | None:
-        """Returns a stored program; None, after `on_failure`, if it cannot be used."""
+        """Returns a stored program; calls `on_failure` and returns None if it cannot be used."""
         name = name_of(key)
         try:
             return self._load(self._index.get(name))
-        except Exception as error:  # of a file, a version, or XLA's check of the device
+        except Exception as error:  # a damaged file, another version, or another device
             self._on_failure(name, first_line(error))
             return None
 
@@ -112,7 +113,7 @@ class Folder:
         if "why" in entry:
             raise ValueError(f"it did not compile before: {entry['why']}")
         if entry["source"] != self._source:
-            raise ValueError("prepared from other sources, or by another JAX")
+            raise ValueError("it was compiled from other sources, or by another version of JAX")
         data = (self.path / entry["file"]).read_bytes()
         if hashlib.sha256(data).hexdigest() != entry["sha256"]:
             raise ValueError(f"{entry['file']} is damaged")

@@ -39,7 +39,7 @@ def record(name: str, result: dict, out: Output, *, save: bool) -> None:
     try:
         if save:
             keep(name, result)
-    finally:  # whether it could be written or not
+    finally:  # printed even if it could not be written
         out.result({"name": name} | result)
 
 

@@ -31,8 +31,8 @@ def text() -> str:
     for kind, cls in MECHANISMS.items():
         lines += [f"keys of config.attention with kind={kind!r}:", *_table(keys(cls)), ""]
     lines += [
-        "config.attention.layer_ranks: one rank per layer, instead of `rank` or of the",
-        "positive ones of `key_rank` and `value_rank`; (): the same rank in all layers",
+        "config.attention.layer_ranks: one rank per layer, which replaces `rank`, or those of",
+        "`key_rank` and `value_rank` that are positive; (): the same rank in all layers",
         "",
         "configs:",
     ]

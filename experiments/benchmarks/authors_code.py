@@ -3,13 +3,14 @@
     make .venv-live/installed
     python -m experiments.benchmarks.authors_code --peers=FOLDER [--only=MLRA,TPA] [--save]
 
-Loads attention modules from clones in FOLDER, each named as its repository, at the commits of
-`authors/clones.py`, and DeepSeek's from transformers; the message for a missing clone has the
-command that makes it. Their code runs in the environment of --python, with random weights, in
-float64. kvjax copies the weights and computes whole rows, and tokens one by one from its cache. The
-authors' caches are compared as well. A difference is the largest of all outputs, relative to the
-token's largest output. Exits with 1 for an unexpected outcome. FlashAttention and packages that
-their attention does not need are replaced; the tables name them. Their code is not kept here.
+The authors' attention modules are in clones of their repositories in FOLDER, at the commits of
+`authors/clones.py`; DeepSeek's is in transformers. If a clone is missing, the message has the
+command that makes it. The authors' code runs in the environment of --python, with random weights,
+in float64. kvjax copies the weights and computes whole rows, and tokens one by one from its cache.
+The authors' caches are compared as well. A difference is the largest over all outputs, relative to
+the token's largest output. Exits with 1 for an unexpected outcome. FlashAttention, and packages
+that the attention modules do not need, are replaced by stand-ins; the tables name them. The
+authors' code is not part of this repository.
 """
 
 from collections.abc import Mapping, Sequence

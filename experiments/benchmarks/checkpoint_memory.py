@@ -2,10 +2,10 @@
 
     python -m experiments.benchmarks.checkpoint_memory [--save]
 
-A training state of 300 MB (float32) is written by four processes as fsdp = 4, and by one process
-with one device, and loaded by four as fsdp = 2 x tensor = 2. Measures the peak of each process's
-resident memory above its level before loading. Prints a table with it, the bytes that a process's
-devices hold afterwards, and the bytes of the whole state. Needs Linux.
+A training state of 300 MB (float32) is written twice: by four processes with fsdp = 4, and by one
+process with one device. Four processes with fsdp = 2 x tensor = 2 load each. Prints a table: by how
+much each process's resident memory rises at most while it loads, the bytes that its devices hold
+afterwards, and the bytes of the whole state. Needs Linux.
 """
 
 import json

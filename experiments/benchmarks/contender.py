@@ -19,8 +19,8 @@ from kvjax.foundation.checkout import ROOT
 from kvjax.foundation.command_line import reason_of
 from kvjax.foundation.errors import UserError, first_line
 
-_RESULT = "result: "  # libraries may print before and after
-_FRAMES = 12  # of a traceback: compilers' are long
+_RESULT = "result: "  # marks the line of the result among lines that libraries print
+_FRAMES = 12  # most frames of a traceback that are printed
 _IGNORE_CTRL_C = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"
 _CHILD = "import sys; from experiments.benchmarks import contender; contender.child(*sys.argv[1:])"
 

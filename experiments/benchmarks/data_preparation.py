@@ -2,10 +2,10 @@
 
     python -m experiments.benchmarks.data_preparation [--megabytes=100,1000] [--workers=2] [--save]
 
-The text is the embedded corpus, repeated with another number inserted in each copy, as JSON lines
-in a temporary folder. Memory is the largest proportional set size of any worker. "Unfinished" is
-the most disk that unfinished parts take beside the finished rows: the largest part's shards for
-each worker. Prints two tables. Needs Linux.
+The text is the embedded corpus, repeated with a different number inserted into each copy, as JSON
+lines in a temporary folder. Memory is the largest proportional set size of any worker. "Unfinished"
+is the disk space that unfinished parts need in addition to finished rows: one times the largest
+part's shards per worker. Prints two tables. Needs Linux.
 """
 
 import collections

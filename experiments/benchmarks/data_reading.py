@@ -5,15 +5,15 @@
 The embedded corpus is prepared into a temporary folder (cold), prepared again (warm), and read in
 batches of 32 rows of 256 tokens.
 
-A data set of many shards has tiny rows, and all shards are links to one file. The file is in the
-page cache, so times are of finding, opening and decoding rows, not of a disk. A new process opens
-the data set, takes a batch from the start and one from the middle, then reads for --seconds. Memory
-is the process's, without its imports.
+The data set of many shards has tiny rows, and all its shards are links to one file. The file is in
+the page cache, so the times are for finding, opening and decoding rows, and exclude the disk. A new
+process opens the data set, takes a batch from the start and one from the middle, then reads for
+--seconds. Its memory is reported without its imports.
 
 Rows of 2048 tokens are read from two stores that answer with a latency: a folder, and a stand-in
 for a bucket on this machine (without encryption or a limit of bandwidth). Settings differ in the
-rows requested at once, the batches made at once, and the shards: few, whose readers all stay open,
-or many, so that most rows open a reader. Prints three tables. Needs Linux.
+number of rows requested at once, of batches made at once, and of shards: with few shards all
+readers stay open, with many most rows open a reader. Prints three tables. Needs Linux.
 """
 
 from collections.abc import Iterator

@@ -2,11 +2,11 @@
 
     python -m experiments.benchmarks.decode_benchmark [--lengths=1024,8192,32768,131072] [--save]
 
-One layer at the LRKV paper's d36, one sequence, one query, random entries; the cache is full.
-"Expanding first" is the reference implementation, measured once: whole keys and values of every
-head, then attention. A mechanism's measurements alternate with MHA's; a time is the median. Beside
-the times are predictions from bytes and from FLOPs, at the rates of reading an array and of a
-matrix product that the same run measures. Prints tables.
+One layer at the LRKV paper's d36, one sequence, one query, a full cache of random entries.
+"Expanding first" is the reference implementation, measured once: it computes the keys and values of
+every head, then attention. Each mechanism's measurements alternate with MHA's; times are medians.
+The tables also have predictions from bytes and from FLOPs, at this machine's rates of reading an
+array and of a matrix product, which the same run measures.
 """
 
 import functools

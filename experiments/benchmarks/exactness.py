@@ -5,8 +5,8 @@
 Held-out text goes through the model twice: as whole rows, as in training, and through the cache, a
 prefill chunk first and then token by token. Prints the largest difference of a logit, relative to
 the position's largest logit, and the number of positions with the same greedy token. Exits with 1
-if a logit differs by more than rounding, or if greedy tokens differ where the first leads the
-second by more than rounding ("clear").
+if a logit differs by more than rounding, or if greedy tokens differ at a clear position, where the
+largest logit leads the second by more than rounding.
 """
 
 import itertools
@@ -94,7 +94,7 @@ def compare(full_BTV: np.ndarray, cached_BTV: np.ndarray) -> dict:
 
 
 def measure(loaded: trained.LoadedModel, tokens_BT: np.ndarray) -> list[dict]:
-    """Compares logits from the cache with those of whole rows for each size of the first chunk."""
+    """Compares logits from the cache with those of whole rows, for each size of the first chunk."""
     compute = loaded.compute
     whole = jax.jit(lambda model, tokens: model.logits(model(tokens, compute=compute)))
     full_BTV = np.asarray(whole(loaded.model, tokens_BT))

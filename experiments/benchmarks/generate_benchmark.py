@@ -2,12 +2,12 @@
 
     python -m experiments.benchmarks.generate_benchmark --workdir=runs/lrkv_tiny [--save]
 
-For each batch size, one generation warms up, --repeats others are measured at different
-temperatures, and a last one has top-k and top-p. Only the first should compile; later compilations
-are counted. Figures are medians over the repeats. Time to first token runs from the call until the
-first token of every sequence is on the host; it includes checks and the cache's allocation. Prefill
-tokens/s are the prompts' tokens over this time; decode tokens/s count all tokens after the first.
-Prints a table.
+For each batch size, one generation warms up, --repeats generations are measured at different
+temperatures, and a last generation uses top-k and top-p. Only the first should compile; later
+compilations are counted. Figures are medians over the repeats. Time to first token is measured from
+the call until the first token of every sequence is on the host; it includes checks and the cache's
+allocation. Prefill tokens/s are the prompts' tokens divided by this time; decode tokens/s count all
+tokens after the first. Prints a table.
 """
 
 import statistics

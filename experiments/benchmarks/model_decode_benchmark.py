@@ -2,11 +2,12 @@
 
     python -m experiments.benchmarks.model_decode_benchmark [--points=1x32768,4x32768] [--save]
 
-All 36 layers and the head, bfloat16, random weights: one token of each sequence in, its most likely
-successor out, the cache appended to in place. Caches are full except for the tokens of the run. A
-step's time is the slope between a short and a long chain of steps, the median of several; the host
-starts steps one by one, as in generation. The GB/s count weights and cache once, and are compared
-with the rate of a copy. Points that do not fit the device are skipped and listed. Prints a table.
+All 36 layers and the head, bfloat16, random weights. A step takes one token of each sequence,
+appends it to the cache in place, and returns its most likely successor. Caches are full except for
+the tokens of the run. A step's time is the slope between a short and a long chain of steps, the
+median of several slopes; the host starts steps one by one, as in generation. GB/s count each byte
+of weights and cache once, and are compared with the rate of a copy. Points that do not fit the
+device are skipped and listed. Prints a table.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -137,10 +138,11 @@ def seconds_per_step(
     steps: int,
     rounds: int,
 ) -> tuple[list[float], list[float]]:
-    """Returns `rounds` measurements of a step, and of the host's part of it, in seconds.
+    """Returns `rounds` measurements of a step, and of the host's share of it, in seconds.
 
-    A step's time is the slope between chains of `steps` and of 3 x `steps`. The host's part is the
-    time after which it could start the next step: if it is as long, the host is the bound.
+    A step's time is the slope between chains of `steps` and of 3 x `steps`. The host's share is the
+    time after which the host could start the next step; if it equals the step's time, the host is
+    the bottleneck.
 
     Args:
       length: cached tokens before a chain; the cache has room for the chain's tokens.

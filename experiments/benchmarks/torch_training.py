@@ -1,10 +1,10 @@
 """The recipe's MHA model and training step in plain PyTorch, for comparison with kvjax.
 
-The same function and the same optimizer step as `kvjax`
-(tests/experiments/benchmarks/test_torch_training.py), written as one would for `torch.compile`:
-float32 master weights, cast where used; scaled dot product attention by one named backend; logits
-and their gradient whole, not in slices; fused AdamW; Muon over stacks of matrices of one shape,
-compiled. Imports no JAX. `python -m experiments.benchmarks.train_benchmark --torch` runs this.
+Computes the same function and optimizer step as kvjax
+(tests/experiments/benchmarks/test_torch_training.py), written in the usual way for `torch.compile`:
+float32 master weights that are cast when used; scaled dot product attention with one named backend;
+logits and their gradient as one array; fused AdamW; compiled Muon over stacks of matrices of equal
+shape. Imports no JAX. `python -m experiments.benchmarks.train_benchmark --torch` runs this.
 """
 
 import contextlib

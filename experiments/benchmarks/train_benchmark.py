@@ -4,18 +4,19 @@
     python -m experiments.benchmarks.train_benchmark --config=configs/mha_128m.py \\
         --config=configs/lrkv_128m.py --rows=32 --set=compute.remat=none --torch --save  # on a GPU
 
-Whole training steps, optimizer included, on one batch of random tokens: the median and range of
---steps after warm-up. --set has keys of every config, space-separated; each --set is timed
-separately. --torch adds a plain PyTorch model of the same shape, compiled by `torch.compile`
-(torch_training.py), for each MHA config, with the batch of the first --set. Runs follow each other,
-PyTorch's first, each in a process of its own. Failed runs are listed at the end; the exit status is
-then 1.
+Times whole training steps, optimizer included, on one batch of random tokens: the median and range
+of --steps after warm-up. Each --set is a space-separated list of overrides for every config, and is
+timed separately. For each MHA config --torch adds a plain PyTorch model of the same shape, compiled
+by `torch.compile` (torch_training.py), with the batch of the first --set. Runs follow each other,
+PyTorch's first, each in a process of its own. Failed runs are listed at the end, and the exit
+status is then 1.
 
-FLOPs are those of `costs.formulas.training_flops_per_token` (attention over all keys, nothing for
-rematerialisation or the optimizer). MFU is relative to the datasheet's bfloat16 peak, if there is
-a datasheet; the other rate is relative to a square matrix product in the compute dtype, measured
-before and after each kvjax run. Peak memory is the library's allocator's. Prints a table; --save
-writes experiments/results/train_benchmark.json, or train_benchmark_DEVICE.json for accelerators.
+FLOPs are `costs.formulas.training_flops_per_token` (attention over all keys; rematerialisation and
+the optimizer are not counted). MFU is relative to the datasheet's bfloat16 peak, if the device has
+a datasheet. The other share is relative to a square matrix product in the compute dtype, measured
+before and after each kvjax run. Peak memory is the peak of the library's allocator. Prints a table;
+--save writes experiments/results/train_benchmark.json, or train_benchmark_DEVICE.json for
+accelerators.
 """
 
 from collections.abc import Callable

@@ -3,9 +3,9 @@
     python -m kvjax.chat --workdir=runs/lrkv_128m_mid
     echo 'What is 2 + 3?' | python -m kvjax.chat --workdir=runs/lrkv_128m_mid --temperature=0
 
-A mid-trained model calls a calculator, shown as [2+3=5]; an imported one uses its published chat
-template. When the context is full, the oldest turns are left out. Ctrl-C ends an answer, or else
-the program, as Ctrl-D does. Lines that start with / are commands: /help lists them.
+A mid-trained model calls a calculator, shown as [2+3=5]; an imported model uses its published chat
+template. When the context is full, the oldest turns are left out. Ctrl-C ends an answer; without
+one it ends the program, like Ctrl-D. Lines that start with / are commands: /help lists them.
 """
 
 import argparse
@@ -233,7 +233,7 @@ class _AnswerPrinter:
 
 @contextlib.contextmanager
 def _ended_by_interrupt(printer: _AnswerPrinter) -> Iterator[None]:
-    """Makes Ctrl-C end the answer at its next token, so that no step is left half-done."""
+    """Makes Ctrl-C end the answer at its next token, so that no decode step is interrupted."""
 
     def end(number, frame):
         printer.is_ended = True

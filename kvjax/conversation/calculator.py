@@ -6,8 +6,8 @@ evaluated here, so that nothing but arithmetic can run.
 
 Two modes of writing the result:
 
-    nanochat  as Python does: 16 / 2 is 8.0. GSM8K's training texts say 8: in 978 of the test set's
-      4,282 calls, a model trained on them reads another output than in training.
+    nanochat  as Python does: 16 / 2 is 8.0. GSM8K's texts have 8 instead, so that in 978 of the
+      test set's 4,282 calls a model trained on GSM8K reads another result than in training.
     dataset   as GSM8K does: without .0, rounded to 10 digits
 """
 

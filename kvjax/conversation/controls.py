@@ -1,10 +1,10 @@
-"""Finds a chat template's control tokens: tokens that the template may write and a message may not.
+"""Finds a chat template's control tokens, which only the template may write, and never a message.
 
-They are the tokenizer's special tokens, tokens that end a text, and other tokens that the template
-writes: added tokens without the special flag, and vocabulary entries that no text is encoded as
-(some published files flag a control token as ordinary). Blanks, role names and words of the
-vocabulary count as text even if the template writes them; an added token that is a word counts as a
-control token if the template writes it around messages.
+Control tokens are the tokenizer's special tokens, tokens that end a text, and other tokens that the
+template writes: added tokens without the special flag, and vocabulary entries that no text is
+encoded as (some published files flag a control token as ordinary). Blanks, role names and words of
+the vocabulary are text even if the template writes them. An added token that is a word is a control
+token if the template writes it around messages.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -28,8 +28,8 @@ class Controls(NamedTuple):
 
     names: frozenset[str]  # all control tokens
     end: str | None  # the token that ends an assistant's turn
-    # Tokens within an answer, such as </think>: never between turns, and either without the special
-    # flag or searched for by the template, to split an assistant's message.
+    # Tokens of the answer format, such as </think>: never between turns, and either without the
+    # special flag, or searched for by the template to split an assistant's message.
     in_answers: frozenset[str]
     missing: frozenset[str]  # named tokens that the template writes and the tokenizer lacks
 
@@ -86,7 +86,7 @@ def _added(added: Iterable[str], around: str, text: str, ends: Collection[str]) 
 
     Args:
       around: rendered text around messages, without a default system message.
-      text: all that the template may write.
+      text: all text that the template may write.
       ends: tokens that end a text.
     """
     written = re.findall(any_of({*added, *_ROLES}), re.sub(_CONTENT, "\n", around))

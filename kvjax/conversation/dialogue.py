@@ -58,7 +58,7 @@ class NativeDialogue:
 
 
 class PlainDialogue:
-    """Plain texts instead of conversations; they end like the tokenizer's documents."""
+    """Refuses conversations, for base models; texts end like the tokenizer's documents."""
 
     name = ""
     digest, day = "", ""
@@ -102,7 +102,7 @@ def make(
     limit: int = render.LIMIT,
     day: str = "",
 ) -> Dialogue:
-    """Returns a dialogue with the nine special tokens if the tokenizer has them, else the template.
+    """Returns a `NativeDialogue` if the tokenizer has the nine special tokens, else the template's.
 
     Args:
       where: the workdir, for messages.

@@ -25,11 +25,11 @@ _CHARACTERS = 1 << 24  # maximum of rendered text
 
 
 class LimitError(UserError):
-    """A chat template that exceeds its limit of memory, time or text."""
+    """A chat template exceeded its limit of memory, time or length of text."""
 
 
 def literals(template: str) -> str:
-    """Returns a template's literal texts, one per line: those outside blocks, and quoted strings.
+    """Returns a template's literal texts, one per line: text outside blocks, and quoted strings.
 
     Raises:
       UserError: not a valid template.

@@ -51,10 +51,10 @@ class SetSpec(NamedTuple):
 class MixtureConfig:
     """Sets of conversations, each shuffled, then mixed and packed into rows.
 
-    A value is comma-separated; each item is a set: a file, folder or glob (JSON lines as in
-    config.data, .parquet, .csv), or tfds:NAME#SPLIT; #START:STOP behind it selects a range of its
-    shuffled rows. Empty: no set of that kind. `conversations` may also be "embedded", 500 synthetic
-    ones.
+    A value lists sets, separated by commas; empty: no set of that kind. A set is a file, folder or
+    glob (JSON lines as in config.data, .parquet, .csv), or tfds:NAME#SPLIT. #START:STOP after it
+    selects a range of its shuffled rows. `conversations` may also be "embedded": 500 synthetic
+    conversations.
     """
 
     smoltalk: str = ""  # rows with `messages`, as SmolTalk has them
@@ -70,7 +70,7 @@ class MixtureConfig:
     order: tuple[str, ...] = KINDS  # order of the sets before they are mixed
     seed: int = 42  # seed of the shuffles
     limit: int = LIMIT  # maximum tokens of a conversation; longer ones lose their end
-    loss: str = "all"  # targets that count in the loss: "all", or the "assistant"'s
+    loss: str = "all"  # targets of the loss: "all" tokens, or the "assistant"'s messages
     # "stream": concatenated and cut at row ends. "whole": as many whole conversations as fit in a
     # row. "single": one per row. With the last two, rows are padded; padding has loss 0.
     pack: str = "stream"

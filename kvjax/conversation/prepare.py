@@ -27,7 +27,7 @@ from kvjax.data.tokenizer import Tokenizer
 from kvjax.foundation import progress
 from kvjax.foundation.errors import DataError, warn
 
-# Part of the folder's name: raise it when the same conversations would be written as other rows.
+# Part of the folder's name: raise it when the code writes other rows for the same conversations.
 VERSION = 1
 _LETTERS = "ABCDE"
 

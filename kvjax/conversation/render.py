@@ -104,7 +104,7 @@ class Renderer:
     def prompt(
         self, messages: list[dict], *, limit: int = LIMIT, place: str = "conversation"
     ) -> Rendered:
-        """Renders messages, the last of them the user's, and opens the assistant's answer."""
+        """Renders messages, which end with the user's, and opens the assistant's answer."""
         ids, mask, is_cut = self(dict(messages=messages), limit=limit, place=place)
         return Rendered([*ids, self.specials.assistant_start], [*mask, 0], is_cut)
 

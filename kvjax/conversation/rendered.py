@@ -59,7 +59,7 @@ class RenderedSet:
         self.counts, self._order = counts, order
         self._limit, self._dtype, self._renderer = limit, dtype, renderer
         self._chunks: list[Tokens] = []
-        # Of each row: its chunk, and start and end within it; -1 if rejected.
+        # For each row: its chunk, and its start and end within the chunk; -1 if rejected.
         self._spans = np.full((counts.rows, 3), -1, np.int64)
         wanted = np.zeros(counts.rows, bool)
         wanted[order] = True

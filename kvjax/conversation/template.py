@@ -1,9 +1,8 @@
 """Published chat templates: Jinja, rendered in a separate process.
 
-Templates get the variables that `apply_chat_template` of transformers (5.23) gives them, and a
-conversation has the same ids, except that a control token's name in a message is ordinary text (see
-`controls`). Tokens of the answer format, such as </think>, stay control tokens in an assistant's
-message.
+A conversation gets the ids of `apply_chat_template` in transformers (5.23), except that the name of
+a control token in a message is ordinary text (see `controls`). In an assistant's message, tokens of
+the answer format such as </think> are still control tokens.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,8 +23,8 @@ _MESSAGE_END = "\ufddc"  # marks the end of a message that is to be continued
 class Template:
     """A model's chat template.
 
-    It renders messages as marked text, in which control tokens bear a mark (see `marked`), and
-    encodes marked text.
+    Renders messages as marked text, in which control tokens have a mark (see `marked`), and encodes
+    marked text.
 
     Args:
       text: a workdir's chat_template.jinja.
@@ -34,7 +33,8 @@ class Template:
       extra_tokens: special tokens that other files of the model name.
 
     Attributes:
-      tokenizer: with the template's control tokens; `ends` include the token that ends a turn.
+      tokenizer: the tokenizer, which knows the template's control tokens; its `ends` include the
+        token that ends a turn.
       missing: named tokens that the template writes and the tokenizer lacks.
       digest: SHA-256 of the template and the tokens that it names.
       is_dated: True if it may write the date.

@@ -1,4 +1,4 @@
-"""Folders of this package, and those beside it in a checkout.
+"""Paths of this package's folders, and of the folders next to it in a checkout.
 
 An installed package has only PACKAGE, with the configs in it.
 """

@@ -1,9 +1,9 @@
-"""The frame of every command: options, `--config=FILE --config.key=value`, errors, exit statuses.
+"""What all commands share: options, `--config=FILE --config.key=value`, errors, exit statuses.
 
-A config file is Python with `get_config()`. A file with a table VARIANTS has `get_config(variant)`
-and is given as FILE.py:VARIANT, the convention of ml_collections' config_flags.
+A config file is Python with `get_config()`. A file with a table VARIANTS has `get_config(variant)`,
+and FILE.py:VARIANT names one of its configs, as in ml_collections' config_flags.
 
-A command is a function of its arguments that prints and returns an exit status or None:
+A command is a function that takes its arguments, prints, and returns an exit status or None:
 
     if __name__ == "__main__":
         command_line.run(main)
@@ -44,7 +44,7 @@ Command = Callable[[list[str]], int | None]
 
 def run(command: Command) -> NoReturn:
     """Runs a command with this process's arguments and exits with its status."""
-    gc.freeze()  # what is imported stays
+    gc.freeze()  # imported modules stay: later collections skip them
     gc.enable()
     interrupted.quietly()
     _open_standard_streams()
@@ -53,7 +53,7 @@ def run(command: Command) -> NoReturn:
 
 def status(command: Command, arguments: Sequence[str]) -> int:
     """Runs a command, prints its user error if there is one, and returns the exit status."""
-    for stream in (sys.stdout, sys.stderr):  # a terminal's encoding may lack characters
+    for stream in (sys.stdout, sys.stderr):  # the terminal's encoding may lack some characters
         with contextlib.suppress(AttributeError, ValueError):
             stream.reconfigure(errors="replace")
     try:
@@ -123,7 +123,7 @@ def require(options: argparse.Namespace, **descriptions: str) -> None:
     """Raises a UserError for the first of these options that is empty.
 
     Args:
-      descriptions: by option, what to give.
+      descriptions: for each option, a description of its value for the message.
     """
     for name, description in descriptions.items():
         if not getattr(options, name):
@@ -249,10 +249,10 @@ def _config_file(text: str) -> pathlib.Path:
 
 
 def config_file(file: pathlib.Path) -> pathlib.Path:
-    """Returns the file if it exists, else the shipped config of that name, if there is one.
+    """Returns the file if it exists, or else the shipped config of that name if there is one.
 
     `configs/lrkv_tiny.py`, or `lrkv_tiny` for short, is found from any folder, and in an installed
-    package; so is `ranks:lrkv_r16_128m` for `configs/ranks.py:lrkv_r16_128m`.
+    package. `ranks:lrkv_r16_128m` is short for `configs/ranks.py:lrkv_r16_128m`.
     """
     if split_variant(file)[0].exists():
         return file
@@ -297,7 +297,7 @@ def configs_beside(file: pathlib.Path) -> list[pathlib.Path]:
 
 
 class _Help(argparse.HelpFormatter):
-    """Fills paragraphs to the terminal's width; leaves those with indented lines as they are."""
+    """Wraps paragraphs to the terminal's width, except paragraphs with indented lines."""
 
     def _fill_text(self, text, width, indent):
         del indent
@@ -306,7 +306,7 @@ class _Help(argparse.HelpFormatter):
 
 
 def config_list() -> dict[str, str]:
-    """Returns the lines of a listing: names of plain files, then files with variants."""
+    """Returns the rows of a listing, by first column: plain files, then files with variants."""
     single, several = [], {}
     for path in sorted(CONFIGS.glob("*.py")):
         text = path.read_text("utf-8")

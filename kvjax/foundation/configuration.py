@@ -68,7 +68,7 @@ def between(key: str, value, low, high, *, zero: str = "") -> None:
     """Raises a UserError unless low <= value <= high.
 
     Args:
-      zero: meaning of 0, if 0 is allowed, too.
+      zero: if given, 0 is allowed outside the range too, and has this meaning in the message.
     """
     if low <= value <= high or (zero and value == 0):  # also refuses NaN
         return

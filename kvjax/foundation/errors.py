@@ -24,7 +24,7 @@ class MissingDataError(UserError, FileNotFoundError):
 def first_line(error: BaseException | str) -> str:
     """Returns the first line of an exception's text, or its type if it has no text.
 
-    Runtimes append pages: the program, addresses, advice.
+    Runtimes may append pages of program text, addresses and advice.
     """
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 

@@ -45,7 +45,7 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def over_seeds(values_SX: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-    """Returns means [X] of values [seeds, X], and half their intervals; None for one seed."""
+    """Returns means [X] of values [seeds, X] and their intervals' half widths (None: one seed)."""
     count = len(values_SX)
     mean = values_SX.mean(axis=0)
     if count < 2:

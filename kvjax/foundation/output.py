@@ -28,7 +28,7 @@ class Output:
     """Text and tables on standard output; on standard error with --json.
 
     Args:
-      options: with `json` and `markdown`, see `command_line.Parser.add_output`.
+      options: parsed options, among them `json` and `markdown` of `Parser.add_output`.
     """
 
     def __init__(self, options: argparse.Namespace):

@@ -42,7 +42,7 @@ class waiting:  # reads as `with waiting("...")`
 
     Args:
       work: for example "compiling the decode step".
-      shown: False: nothing is printed.
+      shown: False prints nothing.
     """
 
     def __init__(self, work: str, *, shown: bool = True):
@@ -105,7 +105,7 @@ class Steps:
     Args:
       total: steps in total.
       start: steps done before.
-      shown: False: nothing is printed.
+      shown: False prints nothing.
       unit: name of one step.
     """
 

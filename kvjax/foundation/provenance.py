@@ -59,8 +59,8 @@ def save(
 ) -> None:
     """Writes a result with its `made_by`, whole or not at all, and prints the path unless `quiet`.
 
-    `made_by.process_seconds` is the age of the process: more than the result took if the process
-    made other results before, less if an earlier process made a part of this one.
+    `made_by.process_seconds` is the age of the process, which may have made other results before; a
+    resumed result may also have been begun by an earlier process.
 
     Args:
       packages: see `provenance`.

@@ -1,4 +1,4 @@
-"""Files of JSON records, one a line, sorted by name: tables of results written one by one."""
+"""Files of JSON records, one per line and sorted by name, which are written one at a time."""
 
 from collections.abc import Iterator, Mapping
 import contextlib

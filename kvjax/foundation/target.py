@@ -1,4 +1,4 @@
-"""Output files and folders: checked before the work, kept elsewhere if writing fails after it."""
+"""Checks beforehand that output files can be written; saves elsewhere if writing fails later."""
 
 from collections.abc import Iterable, Iterator, Mapping
 import contextlib

@@ -52,7 +52,7 @@ _ALIASES = {
     "qkv": "mha",
     "thin": "thin_keys",
 }
-# Words that may follow a mechanism's: scales, ranks, latents, numbers of heads, variants.
+# Words that may follow a mechanism's name: scales, ranks, latents, numbers of heads, variants.
 _VARIANT = re.compile(
     r"tiny|narrow|wide|served|matched|plus|without|no|norm|rope|shared|ranks|text|kv|only|"
     r"[lr]?\d+[bmk]?|\d+p\d+b"
@@ -118,7 +118,7 @@ def color(name: str) -> str:
 
 
 def colors(names: Sequence[str], mechanisms: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Returns a colour for each series; many that are not mechanisms (layers) get ordered shades.
+    """Returns a colour for each series; if many are not mechanisms, these get ordered shades.
 
     Args:
       mechanisms: the key of `COLORS` by series, for series whose name is not a mechanism's.

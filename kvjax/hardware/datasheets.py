@@ -1,4 +1,4 @@
-"""Datasheet figures of accelerators: memory, bandwidth and peak FLOP/s of one chip."""
+"""Datasheets of accelerators: memory, bandwidth and peak FLOP/s of one chip."""
 
 import dataclasses
 import math
@@ -13,7 +13,7 @@ _GOOGLE = "cloud.google.com/tpu/docs/{}"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Device:
-    """One chip, with the peak figures of its datasheet, which no program reaches."""
+    """One chip and its datasheet's peak figures (upper bounds: no program reaches them)."""
 
     name: str
     hbm_bytes: int
@@ -42,9 +42,9 @@ def _device(
     )
 
 
-# Editions of a page differ. If they round (v4: 1200 or 1228 GB/s; v6e: 1600 or 1640 GB/s), the
-# figure with more digits is used; if the unit differs (v5p: 95 GB or GiB), the smaller memory.
-# Pages give the interconnect of both directions together (v5e 400, v5p 1200, v6e 800, NVLink
+# Editions of a datasheet differ. If one is rounded (v4: 1200 or 1228 GB/s; v6e: 1600 or 1640 GB/s),
+# the figure with more digits is used; if units differ (v5p: 95 GB or GiB), the smaller memory.
+# Datasheets give the interconnect of both directions together (v5e 400, v5p 1200, v6e 800, NVLink
 # 900 GB/s); half of it is used.
 _H100, _H200 = _NVIDIA.format("H100"), _NVIDIA.format("H200")
 _V4 = _GOOGLE.format("v4") + "; 6 links of 50 GB/s: arXiv 2304.01433"
@@ -61,8 +61,8 @@ DEVICES = {
     )
 }
 
-# TPUs by `jax.Device.device_kind`, with libtpu's spelling before others. (A GPU's kind contains its
-# name as a word.)
+# TPUs by `jax.Device.device_kind`; libtpu's spelling comes first. (GPUs need no table: their
+# device_kind contains the name as a word.)
 TPU_KINDS = {
     "TPU v4": "v4",
     "TPU v5 lite": "v5e",

@@ -10,8 +10,8 @@ Program and test run in two interpreters, each locked before it receives any cod
 the program's functions, and this process passes the calls between them as lines of text. If an
 interpreter cannot be locked, nothing runs. Imports the standard library only.
 
-The sandbox protects this machine from the program. It does not hide from the program that it is
-being judged, the time, or names of files (it hides their contents), and it does not protect against
+The sandbox protects this machine from the program. The program can still find out that it is being
+judged, the time, and names of files (but not their contents). The sandbox does not protect against
 bugs of the kernel.
 """
 

@@ -39,7 +39,7 @@ class Box:
       without: layers that this machine lacks, with the reason.
 
     Attributes:
-      layers: names of the layers that hold, for results.
+      layers: names of the layers that hold, as results list them.
 
     Raises:
       SandboxError: no interpreter starts behind them, or a requested layer does not hold.

@@ -14,5 +14,5 @@ class Limits:
     cpu_seconds: int = 5  # per interpreter
     memory_bytes: int = 256 << 20  # per interpreter
     output_bytes: int = 1 << 20  # total of replies per interpreter
-    start_seconds: float = 60.0  # to start on a busy machine
+    start_seconds: float = 60.0  # wall time for both to start, on a busy machine
     retries: int = 1  # after a timeout that a busy machine may have caused

@@ -1,6 +1,6 @@
 """Starts a locked interpreter, exchanges lines with it, and kills it.
 
-Of its output, only a random number in front of each line is interpreted here.
+The only part of its output that this process interprets is a random number at the start of a line.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,7 @@
 """CPython in WebAssembly: no files, sockets, processes, threads or ctypes.
 
-The interpreter is compiled once, in some seconds, to machine code in the user's cache folder, which
-must be writable by that user only.
+The interpreter is compiled once, in a few seconds. The machine code is in the user's cache folder,
+which nobody else may be able to write to.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,9 +1,9 @@
 """Seccomp: allows the system calls of a running interpreter, and no others.
 
-Other calls fail with EPERM, which Python reports. Files can only be opened for reading. There are
-no sockets, processes, threads, programs, signals to other processes, mounts, namespaces, tracing,
-keyrings, memory files or io_uring, and limits cannot be raised. Calls of another architecture kill
-the process.
+Other calls fail with EPERM, which Python reports as an exception. Files can only be opened for
+reading. A process cannot use sockets, processes, threads, programs, signals to other processes,
+mounts, namespaces, tracing, keyrings, memory files or io_uring, or raise its limits. System calls
+of another architecture kill the process.
 """
 
 import collections
