@@ -301,7 +301,7 @@ def _append(rows: pathlib.Path, row: dict) -> None:
 
 
 def _run(options: argparse.Namespace, rows: pathlib.Path) -> None:
-    """Runs each stage as a process, for its share of the deadline and time that earlier ones left."""
+    """Runs each stage as a process, for its share of the deadline and time left over."""
     start, planned = time.monotonic(), 0.0
     made_by = provenance.software("jax-cuda13-plugin")
     _append(rows, dict(stage="run", device=options.device, made_by=made_by))

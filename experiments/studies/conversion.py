@@ -1,4 +1,4 @@
-"""Converts trained models to smaller caches: perplexity by rank, before and after tuning.
+"""Converts trained models to smaller caches; perplexity by rank, before and after tuning.
 
     python -m experiments.studies.conversion --stage=whisper_ranks --whisper=FOLDER
     python -m experiments.studies.conversion --stage=whisper_tuning --whisper=FOLDER [--plan]
@@ -6,14 +6,14 @@
     python -m experiments.studies.conversion --stage=smollm2_tuning --smollm2=WORKDIR
     python -m experiments.studies.conversion --markdown
 
-Thin keys (arXiv 2603.04427, sections 3.5 and 3.7) and LRKV, on two models: the decoder of Whisper
+Methods: thin keys (arXiv 2603.04427, sections 3.5 and 3.7) and LRKV. Models: the decoder of Whisper
 tiny.en (MHA, 6 heads of 64; source: experiments/conversion/whisper.py) and SmolLM2-135M (GQA, 9
-heads over 3, RoPE; a workdir from `python -m kvjax.convert`). The text is the embedded corpus;
-perplexity is of its held-out split.
+query heads over 3 KV heads, RoPE; a workdir from `python -m kvjax.convert`). The text is the
+embedded corpus; perplexity is measured on its held-out split.
 
 Each curve and each run is a record in experiments/results/conversion.jsonl. A stage makes only
-missing records, so an interrupted stage resumes; failures are recorded and repeated. The default
-stage, `report`, prints tables of these records, and draws
+missing records, so an interrupted stage resumes. A failure is recorded, and tried again by the next
+call. The default stage, `report`, prints tables of these records, and draws
 experiments/results/conversion/*.png.
 """
 
@@ -36,7 +36,7 @@ from kvjax.foundation.errors import UserError
 from kvjax.foundation.output import Output
 
 _MEASURING = ("plan", "only", "validation_tokens")
-STAGES = {  # options of each
+STAGES = {  # by stage: the options that it takes
     "report": ("json", "markdown"),
     "whisper_ranks": ("whisper", *_MEASURING),
     "whisper_tuning": ("whisper", "tokens", "seeds", *_MEASURING),

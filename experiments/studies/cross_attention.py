@@ -2,11 +2,11 @@
 
     python -m experiments.studies.cross_attention [--seeds=3] [--save]
 
-Task: spell the digits of the source in reverse order, letter by letter ("3 0 7" to "seven zero
-three"). The learning rate decays to 0 over --steps. A held-out answer, decoded greedily from the
-caches, is right if all its letters are right. LRKV's paper proposes cross-attention for future work
-(section 7) and has no figures. "tied" ties queries, keys and values of the encoder's self-attention
-(projection sharing, section 2.5).
+Task: spell the digits of the source in reverse order, letter by letter ("3 0 7" becomes "seven zero
+three"). The learning rate decays to 0 over --steps. A held-out answer is decoded greedily from the
+caches, and is right if all its letters are right. LRKV's paper proposes cross-attention for future
+work (section 7), without results. In "tied" models the encoder's self-attention has one projection
+for queries, keys and values (projection sharing, section 2.5).
 """
 
 from collections.abc import Mapping, Sequence
@@ -86,9 +86,9 @@ def questions(
 
 
 def _is_held_out(digits: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Returns [count], true for an eighth of the sources [count, DIGITS] of three or more digits.
+    """Returns [count]: True for an eighth of the sources [count, DIGITS] of three or more digits.
 
-    All shorter sources are trained on: a model learns a digit's name from the digit alone.
+    Shorter sources are never held out: from single digits a model learns the digits' names.
     """
     seen = np.arange(DIGITS)[None] < lengths[:, None]
     numbers = np.sum(np.where(seen, digits + 1, 0) * 11 ** np.arange(DIGITS), axis=1)

@@ -1,4 +1,4 @@
-"""Studies at demo size, as data: questions, and cells of (config, overrides) with their references.
+"""Definitions of the studies at demo size: each has a question, and cells of config and overrides.
 
 `experiments.studies.language_models` trains them.
 """
@@ -14,7 +14,7 @@ from kvjax.costs import formulas
 from kvjax.foundation.checkout import CONFIGS
 from kvjax.foundation.command_line import config_label, load_config
 
-TOKENS_PER_STEP = 32 * 256  # of the tiny configs; longer rows are fewer
+TOKENS_PER_STEP = 32 * 256  # of the tiny configs; with longer rows a step has fewer rows
 UNIFORM = "lrkv_uniform"  # the cell with one rank for all layers
 PER_HEAD = {"optimizer.orthogonalize": "per_head"}
 
@@ -26,12 +26,12 @@ def tiny(name: str) -> pathlib.Path:
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-    """A question and the runs that answer it, all of one length.
+    """A question and the runs that answer it, all with the same number of steps.
 
     Attributes:
       asks: the question.
       claim: the paper's claim, with its table or section.
-      steps: of 8,192 tokens.
+      steps: training steps of 8,192 tokens each.
     """
 
     asks: str
@@ -95,7 +95,7 @@ def _starts() -> list[Cell]:
 
 
 def _rivals_starts() -> list[Cell]:
-    """Returns rivals with MHA's parameter count; each change is compared with MHA so changed."""
+    """Returns rivals with MHA's parameter count; MHA with the same change is the reference."""
     parameters = formulas.parameters(config_lib.resolve(load_config(tiny("mha"))).model)["total"]
     changes = {
         "": {},

@@ -3,13 +3,14 @@
     python -m kvjax.data.prepare --source='~/texts/*.jsonl' --vocab_size=8192 --sequence_length=1024
     python -m experiments.studies.depth_8 --data=FOLDER [--processes=3] [--save]  # on a GPU
 
-The LRKV paper scales its models by depth alone; depth 8 gives width 512, 4 heads of 128, rank 64, a
-latent of 192 and a RoPE key of 64, and two KV heads for GQA. Trained in bfloat16 by the recipe of
-configs/*_128m.py on rows of 1,024 tokens, 32 per step, each row at most once. --data is a folder
-from `kvjax.data.prepare`. Several runs on one GPU need XLA_PYTHON_CLIENT_PREALLOCATE=false. A seed
-draws initial weights and data order, equal for all mechanisms, so differences from MHA are taken
-seed by seed. Prints bits per byte with 95 % intervals (Student's t over seeds), the tokens that a
-model needs to reach MHA's final loss, and differences from MHA by step, interrupted runs included.
+The LRKV paper scales its models by depth alone. Depth 8 gives width 512, 4 heads of 128, rank 64
+for LRKV, a latent of 192 and a RoPE key of 64 for MLA, and two KV heads for GQA. Models are trained
+in bfloat16 by the recipe of configs/*_128m.py on rows of 1,024 tokens, 32 per step, each row at
+most once. --data is a folder from `kvjax.data.prepare`. To train several runs on one GPU set
+XLA_PYTHON_CLIENT_PREALLOCATE=false. Initial weights and data order depend on the seed alone, so
+each run is compared with MHA of the same seed. Prints bits per byte with 95 % intervals (Student's
+t over seeds), the tokens that a model needs to reach MHA's final loss, and differences from MHA by
+step, also of interrupted runs.
 """
 
 import argparse
@@ -34,7 +35,7 @@ from kvjax.sweep import runs as runs_lib
 NAME = "depth_8"
 DEPTH, HEADS, LENGTH, ROWS, VOCABULARY = 8, 4, 1024, 32, 8192
 TOKENS_PER_STEP = LENGTH * ROWS
-EVALUATIONS = 10  # of a run, evenly spaced
+EVALUATIONS = 10  # per run, evenly spaced
 FIRST = "mha"
 # Overrides of config.attention in the configs for 128M parameters.
 _HEADS = {"num_heads": HEADS, "num_kv_heads": HEADS, "num_bases": HEADS}
@@ -115,7 +116,7 @@ def by_step(curves: Mapping[str, Mapping[int, Mapping[int, float]]]) -> list[dic
 
 
 def reached(curve: Mapping, goal: float, steps: int) -> float | None:
-    """Returns the share of the steps after which a curve first reaches `goal`; None: it does not.
+    """Returns the share of the steps after which a curve first reaches `goal`; None if never.
 
     Interpolates linearly between evaluations.
     """

@@ -2,12 +2,12 @@
 
     python -m experiments.studies.diagonal [--tasks=sort,reverse] [--length=64] [--save]
 
-With tied queries and keys, a token's score with itself is its squared norm. The paper reports that
-neither dividing this diagonal by its mean (figure 5) nor annealing the softmax's temperature helped
-consistently, and gives no schedule. Here the diagonal of K Kᵀ is divided by its mean over the row,
-and the temperature falls linearly from 4 to 1 in the first half of training. Encoders, rows and
-recipe are as in `sequence_tasks`; equal seeds share rows and weights. Prints the share of positions
-that are right, and the change by each remedy, seed by seed.
+If queries and keys are tied, a token's score with itself is its squared norm. The paper tries two
+remedies, dividing this diagonal by its mean (figure 5) and annealing the softmax's temperature, and
+reports that neither helped consistently; it gives no schedule. Here the diagonal of K Kᵀ is divided
+by its mean over the row, and the temperature falls linearly from 4 to 1 in the first half of
+training. Encoders, rows and recipe are as in `sequence_tasks`. Prints the share of positions that
+are right, and its change by each remedy, between runs of the same seed (same rows and weights).
 """
 
 from collections.abc import Mapping, Sequence

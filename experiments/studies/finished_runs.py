@@ -1,4 +1,4 @@
-"""Figures of a study's finished runs, in its result, from which the study resumes."""
+"""The figures of a study's finished runs: stored in the study's result, so that it can resume."""
 
 from collections.abc import Iterable, Mapping
 import fcntl

@@ -1,10 +1,10 @@
-"""Grids of training runs, as data: cells, seeds and the record of finished runs.
+"""Grids of training runs: cells, seeds and the figures of finished runs.
 
-A cell is a config file and overrides. Figures of finished runs are in the study's result
-(`FinishedRuns`), so a study resumes without their folders. `side_by_side` trains the runs.
+A cell is a config file with overrides. Figures of finished runs are in the study's result
+(`FinishedRuns`), so a study can resume without the runs' folders. `side_by_side` trains the runs.
 
-Runs of different code are not mixed: a run's folder names its config and the code that trained it
-(`code`).
+A study refuses runs that other code trained: each run's folder names its config and has a digest of
+the code (`code`).
 """
 
 from collections.abc import Iterable, Mapping
@@ -47,12 +47,13 @@ class Cell:
     """A model and recipe, trained with several seeds.
 
     Attributes:
-      overrides: keys of the config, such as "model.mlp_dim"; a whole section replaces the config's
-        section and the run's usual keys in it (`Run.overrides`). `Run` sets steps, seed and
+      overrides: keys of the config, such as "model.mlp_dim". A whole section replaces the config's
+        section, and the keys in it that `Run.overrides` would set. `Run` sets steps, seed and
         checkpoint interval.
-      against: the reference cell of differences, seed by seed; "": none.
-      before: this cell's model without a change that `against` has too; the change's effect is this
-        cell's difference minus the difference of `before`; "": none.
+      against: name of the reference cell, which differences are from, seed by seed; "": none.
+      before: name of the cell without a change that both this cell and `against` have; "": none.
+      The
+        effect of the change is this cell's difference minus the difference of `before`.
     """
 
     name: str

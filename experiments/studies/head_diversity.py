@@ -1,13 +1,13 @@
-"""Diversity of the heads of tiny models by mechanism, beside LRKV's table 5, over three seeds.
+"""Measures the diversity of heads in tiny models by mechanism, for comparison with LRKV's table 5.
 
     python -m experiments.studies.head_diversity [--mechanisms=mha,lrkv,gqa,mqa] [--save]
     python -m experiments.studies.head_diversity --saved   # prints the saved result
 
-Trains the tiny configs as `language_models` does, with snapshots at a few steps and of the initial
-weights. Then computes figures of `kvjax.analysis`: effective ranks of heads' bilinear forms before
-and after training, and one figure of each other report. A seed draws initial weights and data
-order, equal for all mechanisms, so differences are taken seed by seed. Runs and their figures go to
---runs, and resume.
+Trains the tiny configs as `language_models` does, with three seeds, and with snapshots at a few
+steps and of the initial weights. Then computes figures of `kvjax.analysis`: effective ranks of
+heads' bilinear forms before and after training, and one figure of each other report. Initial
+weights and data order depend on the seed alone, so runs of the same seed are compared. Runs and
+their figures go to --runs, and resume.
 """
 
 import argparse

@@ -1,14 +1,14 @@
-"""Projection sharing's images (section 3.2): a row of its Table 3 from local files.
+"""Trains image classifiers for a row of projection sharing's Table 3, from local files.
 
     python -m experiments.studies.images --set=fashion_mnist --folder=FOLDER [--seeds=3] [--save]
     python -m experiments.studies.images --set=mnist --folder=FOLDER --patches=4,7 \\
         --widths=64,256,512 --layers=2,4 --heads=2,4 --rates=0.001,0.0001   # its whole grid
 
 Vision Transformers trained from scratch on square patches of pixels, with a learned class vector in
-front. Paper: Adam, a learning rate divided by ten twice (at unknown epochs; here after half and
-three quarters of them), 20 epochs of MNIST and Fashion-MNIST, 40 of CIFAR-10, 50 of CIFAR-100. A
-seed draws weights and the data order, which is equal for all variants. Prints test accuracy after
-the last epoch, means over cells with 95 % intervals over seeds.
+front. The paper uses Adam, and divides the learning rate by ten twice, at epochs that it does not
+state (here: after half and three quarters of all epochs). It trains 20 epochs of MNIST and
+Fashion-MNIST, 40 of CIFAR-10, 50 of CIFAR-100. Weights and data order depend on the seed alone.
+Prints test accuracy after the last epoch, means over cells with 95 % intervals over seeds.
 """
 
 import argparse

@@ -1,6 +1,6 @@
-"""A study whose runs are small enough to be trained one after another in one process.
+"""Studies whose runs are small enough to be trained one after another in one process.
 
-An interrupted study resumes: figures of finished runs are in its result (`FinishedRuns`).
+An interrupted study resumes, because its result has the figures of finished runs (`FinishedRuns`).
 """
 
 import argparse
@@ -29,7 +29,7 @@ _DECIDES = (
     EXPERIMENTS / "tasks",
 )
 
-# A run that raises one of these is left out: a loss that is not finite, memory, a bad size.
+# Runs that raise these are left out: for a loss that is not finite, lack of memory, a bad size.
 _FAILURES = (FloatingPointError, OverflowError, MemoryError, UserError, jax.errors.JaxRuntimeError)
 
 

@@ -4,11 +4,11 @@
     python -m experiments.studies.language_models --study=lrkv_ranks [--seeds=3] [--save]
     python -m experiments.studies.language_models --study=lrkv_starts --cells=lrkv_per_head
 
-Models of width 128 or so on the embedded corpus (experiments/studies/demo_size.py). A seed draws
-initial weights and data order, equal for all models, so differences are taken seed by seed. Runs
-are trained in parallel, all models with the first seed, then with the next; studies share the
-folders of equal runs, and resume. Prints bits per byte with 95 % intervals (Student's t over
-seeds), and p-values of the differences with Holm's correction for their number.
+Models of width 128 or so on the embedded corpus (experiments/studies/demo_size.py). Initial weights
+and data order depend on the seed alone, so differences are taken between runs of the same seed.
+Runs are trained in parallel, all models with the first seed, then with the next; they resume, and
+studies with equal runs share their folders. Prints bits per byte with 95 % intervals (Student's t
+over seeds), and p-values of the differences with Holm's correction for their number.
 """
 
 import argparse

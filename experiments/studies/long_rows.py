@@ -1,12 +1,13 @@
-"""LRKV and others on longer rows: bits per byte by position (LRKV's blog, without figures).
+"""Trains LRKV and other mechanisms on longer rows; prints bits per byte by position.
 
     python -m experiments.studies.long_rows [--seeds=3] [--save]
 
-Trains tiny configs on rows of 256 and of 1,024 tokens, with equal tokens in total, and evaluates
-them on held-out rows of 1,024: the gain from distant context, by mechanism. Models of 256 show the
-loss beyond their training length. A seed draws initial weights and data order, so differences from
-MHA of the same row length are taken seed by seed. Runs of 256 are shared with `language_models`, if
-both have one --runs. Prints bits per byte by position with 95 % intervals (Student's t over seeds).
+LRKV's blog post makes this comparison without numbers. Tiny configs are trained on rows of 256 and
+of 1,024 tokens, with the same number of tokens, and evaluated on held-out rows of 1,024: this shows
+how much each mechanism gains from distant context. Models trained on rows of 256 show the loss
+beyond their training length. Initial weights and data order depend on the seed, so a run is
+compared with MHA of the same seed and row length. If `language_models` has the same --runs, runs on
+rows of 256 are shared. Intervals are 95 % (Student's t over seeds).
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,15 +1,16 @@
-"""Effect of padding in the loss on perplexities and on differences between models.
+"""Measures the effect of padding in the loss on perplexities and on differences between models.
 
     python -m experiments.studies.padded_loss [--seeds=3] [--save]
 
-The code of projection sharing pads each document to a row with EOS, truncates longer ones, and
-averages the loss over all targets, padding included: hence the perplexities of about 5 in its Table
-4. Here models of bytes (QKV and two tied variants) learn the embedded books' paragraphs in that
-form, or packed into one stream without padding or truncation, with equal steps. Held-out paragraphs
-are evaluated three ways: padded rows with padding counted, text of the same rows alone, and packed.
-Let f be the share of targets that are text. If padding costs nothing, nats per counted target are f
-times nats per target of text: 1 % in perplexity with padding means about 1/f % without. Prints f,
-perplexities per byte, and differences from QKV, means over seeds with 95 % intervals.
+The code of projection sharing pads each document to a row with EOS, truncates longer documents, and
+averages the loss over all targets, padding included. This explains the perplexities of about 5 in
+the paper's Table 4. Here models of bytes (QKV and two tied variants) learn the paragraphs of the
+embedded books, either in that form, or packed into one stream without padding or truncation, with
+equal steps. Held-out paragraphs are evaluated in three ways: on padded rows with padding counted,
+on the text of the same rows alone, and packed. Let f be the share of targets that are text. If the
+loss of padding is 0, nats per counted target are f times the nats per target of text, and a
+difference of 1 % in perplexity with padding is one of about 1/f % without. Prints f, perplexities
+per byte, and differences from QKV, means over seeds with 95 % intervals.
 """
 
 from collections.abc import Mapping, Sequence

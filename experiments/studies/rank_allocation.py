@@ -1,13 +1,13 @@
-"""Ranks by layer in proportion to effective ranks of LRKV's trained residuals, at equal bytes.
+"""Computes ranks by layer in proportion to the effective ranks of LRKV's trained residuals.
 
     python -m experiments.studies.rank_allocation [--runs=runs/studies] [--seeds=3] [--save]
 
-LRKV's future work is a rank for each layer or head (section 7). A simple rule gives rank in
-proportion to use. This study reads the models that `language_models --study=lrkv_layer_ranks`
-trained with one rank for all layers, computes the effective rank of every residual's weights
-U_k B_k, of keys and values, and divides the same total rank among layers in proportion. The range
-over a layer's heads is computed per seed, for keys and values separately, then averaged: if heads
-do not differ, ranks by head have no basis.
+LRKV's paper leaves a rank for each layer or head to future work (section 7). A simple rule gives
+layers rank in proportion to their use of it. This study reads the models that `language_models
+--study=lrkv_layer_ranks` trained with one rank for all layers, computes the effective rank of every
+residual's weights U_k B_k, of keys and values, and divides the same total rank among layers in
+proportion. It also computes the range over a layer's heads, per seed and for keys and values
+separately, then averaged: if heads do not differ, ranks by head have no basis.
 """
 
 from collections.abc import Sequence

@@ -1,14 +1,15 @@
-"""Ranks by head: trained residuals truncated to a half and a quarter of their rank, in four ways.
+"""Truncates trained residuals to a half and a quarter of their rank, in four ways.
 
     python -m experiments.studies.rank_by_head [--runs=runs/studies] [--ranks=8,4] [--save]
 
-LRKV's future work is a rank for each layer or head (section 7). Models trained with one rank for
-layers (`language_models --study=lrkv_layer_ranks`) lose the smallest singular values of their
-residuals U_k B_k until a total rank is left. The total is divided equally, by layer or by head in
-proportion to effective rank (`rank_allocation`), or goes to the largest singular values. By head
-and by singular value, keys and values have equal totals. Models are not tuned after truncation. No
-cache with ranks by head is built: equal total ranks stand for equal bytes. Prints held-out bits per
-byte, and differences from equal ranks, seed by seed.
+LRKV's paper leaves a rank for each layer or head to future work (section 7). This study takes
+models trained with one rank for all layers (`language_models --study=lrkv_layer_ranks`), and drops
+the smallest singular values of their residuals U_k B_k until a total rank is left. The four ways to
+divide the total: equally; by layer or by head in proportion to effective rank (`rank_allocation`);
+and to the largest singular values of all. In the last two, keys and values have equal totals.
+Models are not tuned after truncation. Equal total ranks stand for equal cache bytes; no cache with
+ranks by head is built. Prints held-out bits per byte, and differences from equal ranks, seed by
+seed.
 """
 
 from collections.abc import Mapping, Sequence

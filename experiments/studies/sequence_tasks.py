@@ -1,16 +1,16 @@
-"""Projection sharing's five tasks on synthetic sequences (section 3.1), beside its Table 2.
+"""Trains projection sharing's five tasks on synthetic sequences (section 3.1, Table 2).
 
     python -m experiments.studies.sequence_tasks [--seeds=3] [--save]   # a sample of the grid
     python -m experiments.studies.sequence_tasks --tasks=sort --variants=kv_tied \\
         --lengths=16,64,128 --widths=32,64,256 --layers=2,4 --heads=2,4    # the whole grid of one
 
-Encoders label every position of a row of numbers: reversed, sorted, subtracted from 9, halves
-swapped, copied. 50,000 rows, two epochs. The recipe is the one of UvA's course, which the paper's
-code follows; only the initialisation is this project's instead of Xavier's. A seed draws weights,
-rows and their order; rows are equal for all variants. Prints the share of positions that are right
-in 10,000 other rows, means over cells with 95 % intervals over seeds. The printed table, `asked` in
-the result, covers the requested cells; `rows` in the result covers all cells that every variant was
-trained on.
+An encoder labels every position of a row of numbers. The five tasks: reverse the row, sort it,
+subtract it from 9, swap its halves, copy it. 50,000 rows, two epochs. The recipe is from UvA's
+course, whose code the paper's code follows, except that weights are initialised as in this project
+instead of by Xavier. Weights, rows and their order depend on the seed; rows are equal for all
+variants. Prints the share of positions that are right in 10,000 other rows, means over cells with
+95 % intervals over seeds. The printed table (`asked` in the result) covers the requested cells;
+`rows` in the result covers all cells that every variant was trained on.
 """
 
 import collections
@@ -45,7 +45,7 @@ PUBLISHED = {
     "qkv_tied": (0.514, 0.939, 1.0, 0.446, 1.0),
     "qkv_tied_plus": (0.581, 0.957, 1.0, 0.576, 1.0),
 }
-SEEDS = 3  # of each cell
+SEEDS = 3  # per cell
 TRAINED_ON, EPOCHS, BATCH, TESTED_ON = 50_000, 2, 128, 10_000
 RECIPE = learner.Recipe(
     steps=TRAINED_ON // BATCH * EPOCHS, learning_rate=1e-3, warm_up=5, decay="cosine", clip=5.0

@@ -1,15 +1,16 @@
-"""Projection sharing's set anomaly (section A.3): one of ten images is of another class.
+"""Trains projection sharing's set anomaly task (section A.3): find the image of another class.
 
     python -m experiments.studies.set_anomaly [--seeds=3] [--save]        # synthetic features
     python -m experiments.studies.set_anomaly --features=FILE.npz --widths=256,512 --layers=2,4 \\
         --heads=2,4 --epochs=20                                           # the paper's grid
 
-Encoders without positions score each image of a set. This study follows a course's code, in which
-the anomaly is always last. Encoders without positions cannot use its place, but the "+" variants
-add a map that depends on positions, and might. Every variant is therefore trained and tested twice:
-with the anomaly at random positions, and with it last. Features of CIFAR-100 come from a file
-(`tasks.anomalies.load`); synthetic features are class means plus noise. Prints test accuracy at the
-epoch of the best validation accuracy, means over cells with 95 % intervals over seeds.
+A set has ten images; an encoder without positions scores each. This study follows the code of a
+course, in which the anomaly is always last. Encoders without positions cannot use this, but the "+"
+variants, which add a map that depends on positions, might. Every variant is therefore trained and
+tested twice: with the anomaly at random positions, and with the anomaly last. Features of CIFAR-100
+come from a file (`tasks.anomalies.load`); synthetic features are class means plus noise. Prints
+test accuracy at the epoch of the best validation accuracy, means over cells with 95 % intervals
+over seeds.
 
 Differences from the course: weights are initialised by fan-in, not by Xavier; dropout is on inputs
 and block outputs, not inside the MLP or before the answer; and the map of "+" has 10 channels, as

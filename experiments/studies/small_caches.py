@@ -3,11 +3,11 @@
     python -m experiments.studies.small_caches [--seeds=3] [--save]
     python -m experiments.studies.small_caches --mechanisms=mha,lrkv,gla_narrow
 
-The tiny configs of configs/ and configs/rivals.py, with MLP widths that bring their parameters
-nearest to MHA's. A seed draws initial weights and data order, equal for all mechanisms, so
-differences from MHA are taken seed by seed. All mechanisms are trained with the first seed, then
-with the next. --save writes the result after each run; a later call resumes from it. Prints a table
-with 95 % intervals (Student's t over seeds).
+Trains the tiny configs of configs/ and configs/rivals.py, with MLP widths that make their parameter
+counts nearly MHA's. Initial weights and data order depend on the seed alone, so each run is
+compared with MHA of the same seed. All mechanisms are trained with the first seed, then with the
+next. --save writes the result after each run; a later call resumes from it. Prints a table with 95
+% intervals (Student's t over seeds).
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Training and decode speed of the mechanisms of `small_caches`, on an otherwise idle machine.
+"""Measures training and decode speed of the mechanisms of `small_caches`, on an idle machine.
 
     python -m experiments.studies.small_caches_speed [--mechanisms=mha,lrkv] [--save]
 

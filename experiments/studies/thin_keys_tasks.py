@@ -1,18 +1,19 @@
-"""Thin keys' copy-back and retrieval (sections 3.1 and 3.2), by channels of queries and keys.
+"""Trains thin keys' copy-back and retrieval tasks (sections 3.1 and 3.2) by width of the keys.
 
     python -m experiments.studies.thin_keys_tasks [--seeds=5] [--save]
     python -m experiments.studies.thin_keys_tasks --tasks=retrieval_8_keys,retrieval_64_keys
 
-Causal Transformers of width 64 with 4 heads, whose queries and keys have d_select channels over all
-heads, values 64. Copy-back with random tokens, as in the paper, and with 8 repeated tokens, as in
-the authors' code; 2 layers (the paper) and 4 (the code). Retrieval with 16 keys, 4 layers, and with
-8, 32 and 64: the paper's bound of log2 N channels rests on one N. Prints the final accuracy and the
-batches until a model "converged", means over seeds with 95 % intervals.
+Causal Transformers of width 64 with 4 heads. Queries and keys have d_select channels over all
+heads, values have 64. Copy-back is trained with random tokens, as in the paper, and with 8 repeated
+tokens, as in the authors' code; with 2 layers (the paper) and 4 (the code). Retrieval is trained
+with 16 keys and 4 layers as in the paper, and with 8, 32 and 64 keys, because the paper's bound of
+log2 N channels rests on one N. Prints the final accuracy and the batches until a model has
+converged, means over seeds with 95 % intervals.
 
-The paper does not give its initialisation. By fan-in, this project's recipe, a matrix narrower than
-its input starts smaller, and so do logits of few channels. With --start=equal all matrices have
-standard deviation 1/8, the fan-in value of a square matrix of 64 channels; the MLP's second matrix
-then starts twice as large as by fan-in.
+The paper does not state its initialisation. With this project's (by fan-in) a matrix with fewer
+outputs than inputs starts smaller, and so do logits of few channels. With --start=equal all
+matrices have standard deviation 1/8, the fan-in value of a square matrix of 64 channels; the MLP's
+second matrix then starts twice as large as by fan-in.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

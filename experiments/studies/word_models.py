@@ -1,13 +1,13 @@
-"""Thin keys' language models of words (3.3, 3.4): perplexity by channels of queries and keys.
+"""Trains thin keys' language models of words (sections 3.3 and 3.4) by width of the keys.
 
     python -m experiments.studies.word_models --set=wikitext2 --folder=FOLDER [--seeds=3] [--save]
     python -m experiments.studies.word_models --set=embedded --epochs=1      # the embedded books
 
 The paper's model (width 256, 8 heads, 6 layers, learned positions, rows of 256 words) by its
 recipe: AdamW at 3e-4, warmup, cosine to 0, dropout 0.1, 30 epochs of WikiText-2 or 10 of
-WikiText-103. d_select is the channels of queries and keys over all heads; values have 256. A seed
-draws initial weights and the order of rows, equal for every d_select. Prints the test perplexity
-per word at the epoch of the best validation perplexity, means over seeds with 95 % intervals.
+WikiText-103. d_select is the number of channels of queries and keys over all heads; values have
+256. Initial weights and the order of rows depend on the seed alone. Prints the test perplexity per
+word at the epoch of the best validation perplexity, means over seeds with 95 % intervals.
 WikiText-2 takes days on two CPU cores; use an accelerator.
 """
 
