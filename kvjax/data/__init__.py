@@ -1,1 +1,1 @@
-"""Text to batches: `prepare` writes packed rows once, `loader` reads them from any position."""
+"""Turns text into batches: `prepare` writes packed rows, `loader` reads them from any position."""

@@ -31,10 +31,10 @@ _NOT_SEEN = (
 
 
 def pipeline(options: str) -> beam.Pipeline:
-    """Returns a pipeline with comma-separated options, as TFDS takes them: runner=FlinkRunner,a=b.
+    """Returns a pipeline with comma-separated options, such as runner=FlinkRunner,a=b (like TFDS).
 
     Raises:
-      UserError: an unknown option or runner, or one whose library is missing.
+      UserError: an option or runner is unknown, or the runner's library is missing.
     """
     flags = [f"--{option.strip()}" for option in options.split(",") if option.strip()]
     usage = io.StringIO()
@@ -72,7 +72,7 @@ def make(job: Preparation, options: str) -> None:
         if failed := job.partial.failures():
             raise UserError(failed[0]) from error
         if job.partial.any_done() or not _lacks_runner(error):
-            raise  # a failure while running, with its traceback; finished parts stay
+            raise  # with its traceback: the pipeline failed while running; finished parts stay
         raise _refused(options, str(error)) from error
     if failed := job.partial.failures():
         more = f" ({len(failed) - 1} more parts failed)" if len(failed) > 1 else ""
@@ -84,7 +84,7 @@ def _refused(options: str, why: str) -> UserError:
 
 
 def _lacks_runner(error: Exception) -> bool:
-    """Returns True if a runner's own program is missing, as some runners notice when they start."""
+    """Returns True if the runner's program is missing, which some notice only when they start."""
     message = str(error).lower()
     if isinstance(error, (ImportError, NotImplementedError)):
         return True

@@ -16,7 +16,7 @@ from kvjax.published import hub
 NUM_BYTES = 256
 MAX_VOCAB_SIZE = 1 << 24
 MAX_SEQUENCE_LENGTH = 1 << 24
-PREPARE_HOURS = 1.0  # default limit of a run that prepares its own data
+PREPARE_HOURS = 1.0  # default of the hours that a run may spend on preparing its data
 PREPARED = "prepared:"
 MIXTURE = "mixture"  # the source of a run on conversations, see kvjax.conversation
 PARENT = "parent"  # the tokenizer of the model that such a run starts from
@@ -29,27 +29,28 @@ FLAG_NAMES = {"directory": "output"}
 class DataConfig:
     """Sources, tokenizer and row length of a data set; checked before any file is read.
 
-    source: comma-separated; each is `embedded`, a file, folder or glob (.txt, .parquet, and JSON
-      lines: .jsonl, .ndjson, .json, also compressed as .gz, .bz2, .xz, .zst), or
-      `tfds:NAME[/CONFIG][:VERSION][#SPLIT]`, which TFDS has in $TFDS_DATA_DIR (empty:
-      ~/tensorflow_datasets). A path must not contain a comma; one that exists is never read as a
-      glob; hidden files and .json files of a folder are skipped. `gs://` works
-      wherever a local path does, and `hf://datasets/OWNER/NAME[@REVISION]/PATH` is a file, folder
-      or glob of a hub's data set, downloaded into Hugging Face's cache. Or `prepared:FOLDER`,
-      written by `prepare` elsewhere: only its `vocab_size` and `sequence_length` are checked.
-      Or, for a run on conversations, `mixture`: see config.mixture.
-    validation_source: the same for validation; then all of `source` is for training. Empty: a part
-      of `source` is held out.
+    source: one or more of the following, separated by commas. `embedded`: the embedded corpus. A
+      file, folder or glob (.txt, .parquet, and JSON lines: .jsonl, .ndjson, .json, also compressed
+      as .gz, .bz2, .xz, .zst), local or in a bucket (`gs://`). A path must not contain a comma; one
+      that exists is never read as a glob; hidden files and .json files of a folder are skipped.
+      `hf://datasets/OWNER/NAME[@REVISION]/PATH`: a file, folder or glob of a hub's data set, which
+      is downloaded into Hugging Face's cache. `tfds:NAME[/CONFIG][:VERSION][#SPLIT]`: a data set of
+      TFDS in $TFDS_DATA_DIR (empty: ~/tensorflow_datasets).
+      Instead of these, `prepared:FOLDER`: data that `prepare` wrote elsewhere, of which only
+      `vocab_size` and `sequence_length` are checked; or `mixture`: conversations, see
+      config.mixture.
+    validation_source: sources of the validation text, like `source`, which is then used for
+      training only. Empty: a part of `source` is held out.
     validation_fraction: the share held out of files and TFDS; the embedded corpus always holds out
       200,000 bytes per book.
     text_key: JSON key, Parquet column or TFDS feature of the text. Records whose text is null are
-      skipped, and counted.
+      skipped and counted.
     tokenizer: `bpe` (trained here on the training split), `byte`, or the path of a
       `tokenizer.json`. For conversations also `parent`, the tokenizer of config.train.parent.
     vocab_size: tokens of the trained BPE, including special tokens; unused by other tokenizers.
     sequence_length: T; rows hold T + 1 tokens.
-    specials: special tokens of the tokenizer: `bos` (unchanged; one trained here has `<|bos|>`
-      alone), or `chat`, all nine that conversations are rendered with.
+    specials: special tokens of the tokenizer. `bos`: those of a loaded tokenizer, or `<|bos|>` of
+      one trained here. `chat`: also the special tokens of conversations, nine in all.
     directory: folder of all prepared data; empty: $KVJAX_CACHE, or kvjax in the user's cache
       folder.
 
@@ -113,10 +114,7 @@ class DataConfig:
 
     @property
     def root(self) -> epath.Path:
-        """The folder of all prepared data.
-
-        Raises UserError if it cannot be a folder.
-        """
+        """The folder of all prepared data; raises a UserError if a file has its name."""
         if self.directory:
             return runtime.folder("config.data.directory", self.directory)
         return runtime.cache_directory()
@@ -127,7 +125,7 @@ class DataConfig:
 
 
 def command(values: Mapping[str, Any]) -> str:
-    """Returns the command line that prepares a data set with these keys, unchecked."""
+    """Returns the command line that prepares a data set with these keys; does not check them."""
     if values.get("source") == MIXTURE:
         return "python -m kvjax.main --config=..."  # the run prepares its conversations
     fields = {field.name: field for field in dataclasses.fields(DataConfig)}

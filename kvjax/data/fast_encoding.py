@@ -1,10 +1,14 @@
 """Encodes with `tiktoken`, seven times as fast as `tokenizers`, where both give the same ids.
 
-`tokenizers` applies merges in the order of its list; `tiktoken` merges any pair whose text is a
-token, lowest id first. Both give the same ids if (1) merges are listed in the order of the ids that
-they create, (2) each id is created once and (3) every token's text encodes to that token. By (3), a
-pair that spells a token is always the pair that the token's merge joins, because the tokens of a
-span that no merge crosses depend on that span alone.
+`tokenizers` applies merges in the order of its list. `tiktoken` merges any two tokens that spell a
+token, lowest id first. Both give the same ids if
+
+1. merges are listed in the order of the ids that they create,
+2. each id is created by one merge, and
+3. the text of every token encodes to that token.
+
+Proof: as long as no merge has crossed the ends of a span of text, its tokens depend on that span
+alone. So by 3, two tokens that spell a token are those that the token's merge joins.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,8 +21,8 @@ import tokenizers
 
 from kvjax.foundation import runtime
 
-# Split patterns of GPT-2, Llama 3 and Qwen 2. Two regular expression libraries read them, and the
-# tests compare them on every character.
+# Split patterns of GPT-2, Llama 3 and Qwen 2. The two libraries use different regular expression
+# engines, which the tests compare on every character.
 GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
@@ -42,7 +46,7 @@ def encoder(
     Args:
       definition: the tokenizer, as in `tokenizer.json`.
       token_bytes: raw bytes of each token of the vocabulary, without added tokens.
-      splits: regular expressions that both libraries read alike.
+      splits: regular expressions that split equally in both libraries.
       threads: 0: one per core.
     """
     split = _split(definition["pre_tokenizer"] or {})

@@ -1,4 +1,4 @@
-"""Folders of prepared data: each appears complete or not at all, and is set aside if damaged."""
+"""Folders of prepared data, which appear only once they are complete and are renamed if damaged."""
 
 from collections.abc import Callable, Iterator
 import contextlib
@@ -19,7 +19,7 @@ from kvjax.foundation.errors import DataError, UserError, warn
 from kvjax.foundation.files import in_bucket, unused
 
 STAGING = ".staging-kvjax-"
-# After this long without a write, a folder counts as left by a killed preparation.
+# A temporary folder without a write for this long counts as left by a killed preparation.
 ABANDONED_SECONDS = 24 * 3600
 
 
@@ -27,7 +27,7 @@ def is_whole(file: epath.Path, read: Callable[[epath.Path], Any]) -> bool:
     """Returns True if a folder is complete and undamaged; renames a damaged local folder.
 
     Args:
-      file: the file in it that is written last.
+      file: the file in the folder that is written last.
       read: raises a DamagedDataError for a damaged folder.
 
     Raises:
@@ -57,7 +57,7 @@ def is_whole(file: epath.Path, read: Callable[[epath.Path], Any]) -> bool:
 
 @contextlib.contextmanager
 def writing(folder: epath.Path) -> Iterator[None]:
-    """Turns errors of writing to a folder into a UserError."""
+    """Turns errors in writing to a folder into a UserError."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""File formats by suffix (in any case), and decompression."""
+"""File formats by suffix (case-insensitive), and decompression."""
 
 import bz2
 from collections.abc import Sequence
@@ -15,26 +15,26 @@ PLAIN_LINES = (".jsonl", ".ndjson", ".json")
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 COMPRESSED_LINES = tuple(end + packed for end in PLAIN_LINES for packed in COMPRESSIONS)
 LINES = (*PLAIN_LINES, *COMPRESSED_LINES)
-# Read only if the path or glob names them: such files mostly describe other files of their folder.
+# Skipped in a folder, where such files mostly describe other files; a path or glob may name them.
 NAMED_ONLY = (".json",)
-# Raised by `decompressed` for damaged or truncated files; disks and networks raise OSErrors too.
+# Raised for damaged or truncated files. An OSError may also come from a disk or network.
 DECOMPRESSION_ERRORS = (EOFError, lzma.LZMAError, zlib.error, OSError)
 
 
 def suffix(name: str, among: Sequence[str]) -> str:
-    """Returns the suffix in `among` that a file's name has, in any case; "" for none."""
+    """Returns the suffix among these that a file's name has (case-insensitive); "" for none."""
     return next((end for end in among if name.lower().endswith(end)), "")
 
 
 def listed(suffixes: Sequence[str]) -> str:
-    """Returns suffixes as text for messages; compressions are listed only once."""
+    """Returns text for messages that lists suffixes, and compressions only once."""
     plain = ", ".join(end for end in suffixes if end not in COMPRESSED_LINES)
     compressed = f" ({', '.join(PLAIN_LINES)} also followed by {', '.join(COMPRESSIONS)})"
     return plain + (compressed if set(suffixes) & set(COMPRESSED_LINES) else "")
 
 
 def decompressed(file: BinaryIO, name: str) -> BinaryIO:
-    """Returns a file's decompressed bytes, by its suffix; may raise DECOMPRESSION_ERRORS."""
+    """Returns a file's bytes, decompressed as its suffix says; may raise DECOMPRESSION_ERRORS."""
     compression = suffix(name, COMPRESSIONS)
     if compression and not file.read(1):  # gzip and zstd would accept an empty file
         raise EOFError("it is empty")

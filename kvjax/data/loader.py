@@ -1,4 +1,4 @@
-"""Batches of packed rows from any position, the same for any number of processes."""
+"""Reads batches of packed rows, from any position and in the same order for any number of hosts."""
 
 from collections.abc import Iterator
 import contextlib
@@ -26,11 +26,11 @@ from kvjax.foundation.errors import DataError, UserError, first_line, warn
 
 # One thread reads ahead of the step; more gain nothing, since reading holds the GIL.
 _READ_OPTIONS = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
-# Batches that are read at the same time keep all `shards.THREADS` busy, even if each is small.
+# Several small batches are read at once, to keep all `shards.THREADS` busy.
 _BUCKET_READ_OPTIONS = grain.ReadOptions(num_threads=8, prefetch_buffer_size=16)
-# URL schemes that ArrayRecord reads; data in epath's other buckets must be copied to a folder.
+# URL schemes that ArrayRecord reads; data in other buckets must be copied to a folder.
 _BUCKETS = ("gs",)
-# Rows per split in the digest: reading all would take minutes.
+# Rows of a split that the digest covers, since reading all would take minutes.
 _DIGEST_ROWS = 32
 
 
@@ -73,7 +73,7 @@ class PackedDataset:
 
         Raises:
           DamagedDataError: the description of the rows is damaged. (A damaged file of rows raises
-            it later, when a row in it is read.)
+            the same error when one of its rows is read.)
           DataError: the rows are in a bucket that ArrayRecord does not read.
         """
         if split not in self._opened:
@@ -130,7 +130,7 @@ def open_dataset(path: epath.PathLike) -> PackedDataset:
     """Opens a folder that `prepare` wrote.
 
     Raises:
-      UserError: see `manifest.read`; a tokenizer that cannot be read.
+      UserError: see `manifest.read`; the tokenizer cannot be read.
     """
     path = runtime.path("the folder of prepared data", path)
     info = manifest.read(path)
@@ -141,8 +141,8 @@ def open_dataset(path: epath.PathLike) -> PackedDataset:
 def share(sharding: jax.sharding.Sharding, batch_size: int) -> tuple[int, int]:
     """Returns (i, n): this process reads the i-th of n equal shares of a batch.
 
-    Processes whose devices hold the same rows, because a row or the model is sharded across hosts,
-    read the same share. If none do, n is the number of processes.
+    Usually n is the number of processes. If a row or the model is sharded across hosts, processes
+    whose devices hold the same rows read the same share.
 
     Args:
       sharding: sharding of a batch [batch_size, T + 1], over rows only.
@@ -177,11 +177,11 @@ def train_batches(
 ) -> Iterator[np.ndarray]:
     """Returns endless batches, int32 [batch_size / process_count, T + 1], reshuffled each epoch.
 
-    All processes together consume one stream of rows, one permutation of the split after another.
-    Row i of the stream belongs to process i mod process_count. So the data state is one integer,
-    `position`, and starting at any position costs nothing.
+    All processes together consume one stream of rows: one permutation of the split after another.
+    Row i of the stream belongs to process i mod process_count. So one integer, `position`, is the
+    whole state of the data, and any position can be reached at no cost.
 
-    If rows have a loss mask, tokens that do not count are encoded as ~token, which is negative.
+    If rows have a loss mask, a token that does not count is encoded as ~token, which is negative.
 
     Args:
       dataset: from `open_dataset`.

@@ -1,7 +1,7 @@
-"""`dataset.json`, the manifest of a folder of prepared data, with digests that reveal damage.
+"""Writes and checks `dataset.json`, the manifest of a folder of prepared data.
 
-JSON files are checked by digest whenever the folder is opened. Files of rows have their own
-checksums (ArrayRecord), so only their sizes are checked here.
+Whenever the folder is opened, its JSON files are compared with digests in the manifest. Files of
+rows have checksums of their own (ArrayRecord), so only their sizes are compared.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from kvjax.foundation import files as files_lib, json_text
 from kvjax.foundation.errors import DataError, MissingDataError
 from kvjax.foundation.files import in_bucket
 
-# Hashed into the names of folders: increase it if a change of code packs a text into other rows.
+# Part of the hash in folders' names. Increase it if a change of code packs a text into other rows.
 FORMAT_VERSION = 1
 MANIFEST = "dataset.json"
 TOKENIZER = "tokenizer.json"
@@ -25,7 +25,7 @@ DIGESTS = "digests.json"  # in a tokenizer's folder, which has no manifest
 ROWS = "packed_rows"
 ROWS_VERSION = "1.0.0"
 SPLITS = ("train", "validation")
-INTEGRITY_KEYS = ("files", "blake2b")  # keys of the manifest that only serve to detect damage
+INTEGRITY_KEYS = ("files", "blake2b")  # keys of the manifest that serve only to detect damage
 
 
 class DamagedDataError(DataError):
@@ -96,8 +96,8 @@ def digests(folder: pathlib.Path) -> dict[str, dict]:
 def check_digests(folder: epath.Path, files: dict[str, dict], config: dict | None = None) -> None:
     """Raises a DamagedDataError unless a folder's files match their sizes and digests.
 
-    In a bucket, only files with a digest are checked: thousands of shards would need as many
-    requests.
+    In a bucket, files without a digest are not checked, since thousands of shards would need
+    thousands of requests.
 
     Args:
       files: sizes and digests, as `digests` returns them.
@@ -120,12 +120,12 @@ def check_digests(folder: epath.Path, files: dict[str, dict], config: dict | Non
 
 
 def digest_of(*values: Any) -> str:
-    """Returns a hash of values (20 hexadecimal digits) as part of a folder's name."""
+    """Returns a hash of values for folders' names, 20 hexadecimal digits."""
     return hashlib.blake2b(repr(values).encode(), digest_size=10).hexdigest()
 
 
 def _check_keys(info: dict[str, Any], version: int) -> None:
-    """Raises a ValueError, TypeError or KeyError unless all keys that are used later are valid."""
+    """Raises a ValueError, TypeError or KeyError unless all keys that the code uses are valid."""
     if "blake2b" in info and _manifest_digest(info) != info["blake2b"]:
         raise ValueError("its digest does not match")
     length = dict(info["config"])["sequence_length"]

@@ -54,10 +54,11 @@ def files(pattern: str, suffixes: tuple[str, ...], where: str, advice: str) -> l
 def find(path: epath.Path, suffixes: tuple[str, ...]) -> list[epath.Path]:
     """Returns the files of a path, folder or glob, sorted.
 
-    A folder's files without one of the suffixes are skipped. A glob's are returned, so that `files`
-    can refuse them, except markers whose names begin with "_", such as Spark's `_SUCCESS`. Hidden
-    files (macOS writes `._a.jsonl`) are skipped unless a part of the glob begins with a dot. The
-    longest existing prefix of a glob is taken literally: `[1]` may be part of a name.
+    Files without one of the suffixes are skipped in a folder. Those that a glob matches are
+    returned, so that `files` can refuse them, except for markers such as Spark's `_SUCCESS`, whose
+    names begin with "_". Hidden files (macOS writes `._a.jsonl`) are skipped unless a part of the
+    glob begins with a dot. The longest existing prefix of a glob is taken literally, since `[1]`
+    may be part of a name.
     """
     path, pattern = _split_glob(path)
     if pattern:

@@ -1,9 +1,9 @@
 """Writes rows of T + 1 tokens in TFDS's format: raw bytes in ArrayRecord, in stream order.
 
-Here each shard can be made by another process or machine, and survives a failure of the others.
-TFDS's own builders are not used: its Beam writers shuffle all rows between machines or keep no
-order, and start over after a failure. Records equal the output of TFDS's serializer (tests compare
-them), and TFDS writes the description of the shards.
+Each shard can be made by another process or machine, and survives a failure of the others. TFDS's
+own Beam writers would not do: they shuffle all rows between machines or do not keep their order,
+and start over after a failure. Records equal the output of TFDS's serializer (tests compare them),
+and TFDS writes the description of the shards.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ from kvjax.data import folders
 from kvjax.data.manifest import ROWS, ROWS_VERSION
 from kvjax.foundation.errors import first_line
 
-_BLOCK_TOKENS = 1 << 16  # buffered before rows are written
+_BLOCK_TOKENS = 1 << 16  # tokens to buffer before rows are written
 FEATURE = "tokens"
 MASK = "mask"  # second feature, for conversations: uint8 per token, 1 if it counts in the loss
 _DESCRIPTION = "Rows of tokens; consecutive rows overlap by one token."
@@ -29,7 +29,7 @@ class Shard(NamedTuple):
     """Size of one file of rows."""
 
     rows: int
-    bytes: int  # of the file; 0 if there are no rows and thus no file
+    bytes: int  # 0 if there are no rows, and thus no file
 
 
 def shard_name(split: str, index: int, count: int) -> str:
@@ -38,10 +38,10 @@ def shard_name(split: str, index: int, count: int) -> str:
 
 
 class ShardWriter:
-    """Writes a token stream as rows of sequence_length + 1; creates no file if it fills no row.
+    """Writes a token stream as rows of sequence_length + 1 tokens.
 
-    A row's last token is the next row's first, so that every token but the stream's first is a
-    target exactly once.
+    The last token of a row is the first of the next, so that every token but the stream's first is
+    a target exactly once. Creates no file if the stream does not fill a row.
 
     Args:
       dtype: dtype of the rows, unsigned little-endian.
@@ -75,7 +75,7 @@ class ShardWriter:
         """Ends the stream.
 
         Args:
-          fill: token that pads the last row; None: drop tokens that fill no row.
+          fill: token that pads the last row; None: tokens that do not fill it are dropped.
         """
         self._write_full_rows()
         (rest,) = self._rest[FEATURE]
@@ -96,8 +96,8 @@ class ShardWriter:
             writer.close()
 
     def _write_full_rows(self) -> None:
-        # Row i holds tokens [i T, i T + T], so n tokens fill (n - 1) // T rows, and the rest
-        # begins with the last row's last token.
+        # Row i holds tokens i T to i T + T, so n tokens fill (n - 1) // T rows. The rest begins
+        # with the last token of the last row.
         T = self._T
         streams = {
             name: np.concatenate([np.empty(0, self._dtypes[name]), *rest])
@@ -133,7 +133,7 @@ def describe(
       row_length: T + 1.
       masked: see `ShardWriter`.
     """
-    import tensorflow_datasets as tfds  # Takes 0.5 s, and workers do not need it.
+    import tensorflow_datasets as tfds  # takes 0.5 s, and workers do not need it
 
     identity = tfds.core.dataset_info.DatasetIdentity(
         name=ROWS,

@@ -1,4 +1,4 @@
-"""A data set that is being prepared: finished parts stay, so that a killed preparation resumes.
+"""A data set that is being prepared, with finished parts from which a killed preparation resumes.
 
     .under-way-KEY/             local; renamed to KEY at the end. In a bucket, KEY itself
         plan.json               tokenizer, code and number of parts of this preparation
@@ -6,9 +6,9 @@
         done/00007.json         counts of part 7, written after its shards
         work-HOST-PID-.../      a process's temporary files (for a bucket: in the temporary folder)
 
-In a bucket, the manifest is written last and marks the data set as complete. Several processes, on
-one machine or on several that share the folder, may write at once: a part that is made twice has
-the same bytes.
+In a bucket, the manifest is written last and marks the data set as complete. Processes on several
+machines that share the folder may write at once, since a part that is made twice has the same
+bytes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -97,17 +97,17 @@ class PartialDataset:
                 shutil.rmtree(work, ignore_errors=True)
 
     def fail(self, part: int, why: str) -> None:
-        """Records why a part cannot be made, for the launcher of workers; see `failures`."""
+        """Records why a worker cannot make a part; its launcher reads that by `failures`."""
         folder = self.folder / _FAILED
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{part:05}.json").write_text(json.dumps({"why": why}))
 
     def forget(self, part: int) -> None:
-        """Removes the mark of a finished part, which is then made again."""
+        """Removes the mark of a finished part, so that it is made again."""
         (self.folder / DONE / f"{part:05}.json").unlink(missing_ok=True)
 
     def failures(self) -> list[str]:
-        """Returns the messages of `fail` in order, without parts that succeeded later."""
+        """Returns the messages of `fail` by part, except for parts that succeeded later."""
         files = matching_entries(self.folder / _FAILED, "*.json")
         return [failure["why"] for file in files if (failure := _read_json(file))]
 
@@ -122,7 +122,7 @@ class PartialDataset:
     def results(self) -> list[PartResult | None]:
         """Returns each part's result, in order; None for an unfinished or damaged part."""
         done = self.folder / DONE
-        forget_listings(done)  # cached for a bucket, without the marks of other workers
+        forget_listings(done)  # a bucket's cached listing lacks the new marks of other workers
         names = {path.name for path in done.iterdir()} if done.exists() else set()
 
         def read(part: int) -> PartResult | None:
@@ -144,8 +144,8 @@ class PartialDataset:
             warn(f"{os.fspath(self.folder)}: {mark.name} is damaged: making part {part} again")
             return None
         if content.get("digest") != self.digests[part]:
-            return None  # made from other text
-        if self.remote:  # a bucket's objects appear whole
+            return None  # made from another text
+        if self.remote:  # an object in a bucket is never incomplete
             return result
         for split, counts in result.counts.items():
             shard = self._shard(split, part)
@@ -184,7 +184,7 @@ class PartialDataset:
                 if counts.file_bytes:
                     self._put(work / shard.name, shard)
                 else:
-                    shard.unlink(missing_ok=True)  # of a source's earlier text, see `forget`
+                    shard.unlink(missing_ok=True)  # left from the source's earlier text
             mark = {
                 "digest": self.digests[part],
                 "counts": {split: vars(counts) for split, counts in result.counts.items()},
@@ -202,18 +202,18 @@ class PartialDataset:
             sink = target.open("wb")
             try:
                 shutil.copyfileobj(source, sink, 1 << 22)
-            except BaseException:  # closing would publish the first half
+            except BaseException:  # closing would publish an incomplete object
                 getattr(sink, "discard", lambda: None)()
                 raise
             sink.close()
         file.unlink()
 
     def finish(self, work: pathlib.Path, last: str) -> None:
-        """Moves a folder's files to the shards, and gives the folder its final name.
+        """Moves further files into the data set's folder, and gives that its final name.
 
         Args:
-          work: the folder that `work` yielded.
-          last: the file that marks the data set as complete.
+          work: folder of these files, yielded by `work`.
+          last: name of the file that marks the data set as complete.
         """
         written = [file for file in work.rglob("*") if file.is_file()]
         for file in sorted(written, key=lambda file: (file == work / last, file)):
@@ -226,7 +226,7 @@ class PartialDataset:
         self._remove_own()
 
     def _remove_own(self) -> None:
-        """Removes everything but the finished data set."""
+        """Removes the files of the preparation from the finished data set."""
         for work in [] if self.remote else self._work_folders(self.target):
             shutil.rmtree(work, ignore_errors=True)
         for folder in (self.target / DONE, self.target / _FAILED):
@@ -235,7 +235,7 @@ class PartialDataset:
         (self.target / PLAN).unlink(missing_ok=True)
 
     def remove(self) -> None:
-        """Removes the folder; a DataError if another process writes to it."""
+        """Removes the folder; raises a DataError if another process writes to it."""
         if not self.remote and not all(map(_is_abandoned, self._work_folders(self.folder))):
             raise DataError(
                 f"{os.fspath(self.folder)}: another process is preparing there, with another plan "

@@ -1,9 +1,9 @@
 """Splits a corpus into an ordered list of parts, each tokenized and packed independently.
 
-A part is a run of consecutive slices: whole files, or of large files byte ranges (text, JSON
-lines), row groups (Parquet) or examples (TFDS). The parts depend on the sources and the row length
-alone, so the rows are the same for any number of workers. A corpus of up to `part_bytes` is one
-part.
+A part consists of consecutive slices. A slice is a whole file, or a range of a large one: of bytes
+(text, JSON lines), row groups (Parquet) or examples (TFDS). The parts depend only on the sources
+and the row length, so that the rows are the same for any number of workers. A corpus of up to
+`part_bytes` is one part.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,8 +13,9 @@ from kvjax.data import config as config_lib, readers, source_kinds, sources
 from kvjax.data.manifest import digest_of
 from kvjax.data.sources import Slice
 
-PART_BYTES = 32 << 20  # of text; a killed process loses at most one part
-# Tokens that do not fill a part's last row are dropped: half a row on average, 0.2 % of 256.
+PART_BYTES = 32 << 20  # bytes of text; a killed process loses at most one part
+# Least number of rows of a part. Tokens that do not fill its last row are dropped: half a row on
+# average, 0.2 % of 256 rows.
 _ROWS = 256
 _BYTES_PER_TOKEN = 4
 
@@ -25,16 +26,16 @@ class Part:
 
     index: int
     slices: tuple[Slice, ...]
-    digest: str  # of its documents and their splits
+    digest: str  # hash of its documents and their splits
 
     @property
     def bytes(self) -> int:
-        """Its stored size in bytes, about the size of its text unless compressed."""
+        """Stored size in bytes; about that of the text, unless files are compressed."""
         return sum(piece.bytes for piece in self.slices)
 
 
 def part_bytes(config: config_lib.DataConfig) -> int:
-    """Returns the approximate size of a part in bytes: larger for long rows."""
+    """Returns the approximate size of a part in bytes, which is larger for long rows."""
     return max(PART_BYTES, _ROWS * _BYTES_PER_TOKEN * config.sequence_length)
 
 

@@ -27,7 +27,7 @@ def make(
     """Writes parts into a partial data set, in this process or in worker processes.
 
     Args:
-      workers: number of processes; 1: this one.
+      workers: number of processes; 1: only this process.
       skip_broken: skip records that cannot be read.
       made: called with each finished part.
 
@@ -75,7 +75,7 @@ _arguments: tuple = ()
 def _start(config, tokenizer_json: str, partial: PartialDataset, skip_broken: bool) -> None:
     """Initialises a worker process."""
     global _arguments
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets Ctrl-C too, and kills workers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C, the parent kills its workers
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["RAYON_NUM_THREADS"] = "1"
     tokenizer = tokenizer_lib.from_json(tokenizer_json, config.tokenizer, threads=1)
@@ -83,7 +83,7 @@ def _start(config, tokenizer_json: str, partial: PartialDataset, skip_broken: bo
 
 
 def _end_with_parent() -> None:
-    """Ends this worker when its parent is gone: a parent that was killed cannot end it."""
+    """Ends this worker when its parent is gone, since a killed parent cannot end it."""
     multiprocessing.parent_process().join()
     os._exit(1)
 

@@ -1,11 +1,11 @@
-"""Prepares a data set in three steps, so that any process or machine can make its parts.
+"""Prepares a data set in three steps, the second of which any number of machines can share.
 
     preparation = begin(config)         # one process
     preparation.make(...)               # any number of processes, machines, Beam workers
     path = preparation.finish()         # one process, once all parts are made
 
-The folder's name is a hash of everything that determines the rows. It appears complete or not at
-all (in a bucket, its manifest does).
+The folder's name is a hash of everything that determines the rows. The folder (in a bucket: its
+manifest) appears only once the data set is complete.
 """
 
 from collections.abc import Sequence
@@ -46,23 +46,23 @@ _LIBRARIES = ("tokenizers", "tiktoken", "regex", "pyarrow", "array_record")
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """The inspected sources of a config: the data set's folder and its parts."""
+    """The inspected sources of a config, and the folder and the parts of the data set."""
 
     config: config_lib.DataConfig
     skip_broken: bool
     path: epath.Path
     sources: dict[str, list[tuple[str, str]]]  # config key: (name, hash) of each source
     parts: tuple[Part, ...] = ()  # empty if the data set is already prepared
-    tokenizer_key: str = ""
+    tokenizer_key: str = ""  # see `vocabulary.key`
     skipped: Skipped = Skipped()  # sources that cannot be opened
 
     @property
     def bytes(self) -> int:
-        """The stored size of all sources, in bytes; approximate."""
+        """Approximate stored size of all sources, in bytes."""
         return sum(part.bytes for part in self.parts)
 
     def partial_dataset(self) -> PartialDataset:
-        """Returns the data set's folder while it is prepared."""
+        """Returns the partial data set that the preparation writes to."""
         return PartialDataset(self.path, [part.digest for part in self.parts])
 
 
@@ -110,7 +110,7 @@ def inspect_sources(
 
 
 class Preparation:
-    """Makes a corpus's parts, and finishes its data set."""
+    """Makes the parts of a corpus, and completes the data set."""
 
     def __init__(self, corpus: Corpus, tokenizer: Tokenizer):
         self.corpus, self.tokenizer = corpus, tokenizer
@@ -123,7 +123,7 @@ class Preparation:
 
         Args:
           workers: number of processes; 0: one per core.
-          share: (i, n): make every n-th part from i on, as one of n cooperating processes.
+          share: (i, n) makes every n-th part from i on, as the i-th of n cooperating processes.
           shown: print progress to stderr.
         """
         corpus, (i, n) = self.corpus, share
@@ -146,15 +146,16 @@ class Preparation:
         """Writes the manifest and renames the folder, once all parts are made.
 
         Raises:
-          DataError: a source changed meanwhile; too little text for one row; an empty split.
+          DataError: a source has changed, there is too little text for one row, or a split is
+            empty.
         """
         self._check_sources()
         config, results = self.corpus.config, self.partial.results()
         if missing := [i for i, result in enumerate(results) if result is None]:
             raise DataError(
                 f"{os.fspath(self.partial.folder)}: {len(missing):,} of {len(results):,} parts are "
-                f"not made (the first is {missing[0]}): do all workers see that folder? Run the "
-                "same command again"
+                f"missing (the first is {missing[0]}). Check that all workers see that folder, and "
+                "run the same command again"
             )
         total = {split: sum((r.counts[split] for r in results), Counts()) for split in SPLITS}
         skipped = [self.corpus.skipped, *(result.skipped for result in results)]
@@ -192,9 +193,9 @@ class Preparation:
         return self.corpus.path
 
     def _check_sources(self) -> None:
-        """Raises a DataError if sources changed, after marking their parts as not made.
+        """Raises a DataError if sources have changed since they were inspected.
 
-        Such parts may hold either version of the text.
+        First marks their parts as not made, since these may hold either version of the text.
         """
         before, now = self.corpus.sources, sources.fingerprints(self.corpus.config)
         if now == before:
@@ -233,8 +234,8 @@ def begin(corpus: Corpus, *, shown: bool = True) -> Preparation:
     """Trains or loads the tokenizer, and creates the folder that parts are written to.
 
     Raises:
-      UserError: another version of the code began the preparation; the folder cannot be written;
-        too little text for the vocabulary.
+      UserError: another version of the code began the preparation, the folder cannot be written, or
+        there is too little text for the vocabulary.
     """
     on_error = ErrorCollector(corpus.skip_broken)
     tokenizer = vocabulary.tokenizer(
@@ -282,7 +283,7 @@ def _skipped_info(skipped: list[Skipped]) -> dict[str, Any]:
 
 
 class _ProgressText:
-    """The text of a progress line: share done, rate and time left."""
+    """Writes the text of a progress line: share done, rate and time left."""
 
     def __init__(self, total: int, missing: int):
         self._total, self._before, self._done = total, total - missing, 0

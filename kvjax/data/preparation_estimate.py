@@ -1,6 +1,6 @@
-"""Estimates tokens, time and disk space of preparing a corpus from a sample of its parts.
+"""Estimates how many tokens, how much time and disk space the preparation of a corpus needs.
 
-Reads, tokenizes and writes a little text of up to 8 parts; the rest is extrapolation.
+Reads, tokenizes and writes some text of up to 8 parts, and extrapolates.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,27 +31,27 @@ from kvjax.foundation import progress, runtime
 from kvjax.foundation.errors import DataError, UserError
 from kvjax.foundation.files import in_bucket
 
-_PADDING = 1 << 16  # bytes; ArrayRecord pads files to a multiple
+_PADDING = 1 << 16  # ArrayRecord pads files to a multiple of this many bytes
 SAMPLED_PARTS = 8
 SAMPLED_CHARACTERS = 1 << 18  # per part
-_TIMED_BYTES = 1 << 19  # of text that xz is timed on
+_TIMED_BYTES = 1 << 19  # bytes of text that xz is timed on
 _VOCABULARIES = (8192, 2048, 512)  # sizes to try if the sample is too small for the config's
 
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """Estimated cost of a preparation; times in seconds per byte of text."""
+    """Estimated cost of a preparation; times are in seconds per byte of text."""
 
     parts: int
-    source_bytes: int  # stored
-    text_bytes: float  # UTF-8
-    tokens: float  # with BOS, of both splits
+    source_bytes: int  # stored size of the sources
+    text_bytes: float  # size of the text in UTF-8
+    tokens: float  # tokens of both splits, with BOS
     row_bytes: float  # size of the files of rows
-    vocab_size: int  # of the tokenizer that counted, possibly trained on the sample alone
-    reading: float  # on one core
-    encoding: float
-    writing: float
-    training: float = 0.0  # of a tokenizer, on all cores; 0 if it exists
+    vocab_size: int  # size of the sample's tokenizer, which may be trained on the sample alone
+    reading: float  # time on one core
+    encoding: float  # time on one core
+    writing: float  # time on one core
+    training: float = 0.0  # time to train a tokenizer on all cores; 0 if it exists
 
     @property
     def rate(self) -> float:
@@ -81,12 +81,12 @@ def estimate(corpus: Corpus, workers: int) -> Estimate:
     reading = time.perf_counter() - start
     if not any(texts):
         raise DataError(
-            f"{_named(corpus)}: the {len(sampled)} sampled parts have no readable text. Is "
+            f"{_source_text(corpus)}: the {len(sampled)} sampled parts have no readable text. Is "
             "config.data.text_key right?"
         )
     tokenizer, training = _tokenizer(corpus, texts)
-    # As many threads as workers, since cores compete for memory bandwidth; the fastest of four
-    # rounds, since the first one warms up.
+    # Uses as many threads as workers, since cores compete for memory bandwidth. Takes the fastest
+    # of four rounds, since the first warms up.
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:
         encoding = float("inf")
         for _ in range(4):
@@ -122,7 +122,7 @@ def estimate(corpus: Corpus, workers: int) -> Estimate:
 
 
 def _xz_seconds(content: bytes) -> float:
-    """Returns the seconds that xz takes to compress a text, as is done for validation text."""
+    """Returns the seconds that xz takes to compress a text, as it does with validation text."""
     start = time.perf_counter()
     lzma.compress(content[:_TIMED_BYTES], preset=tokenized_part.XZ_PRESET)
     return (time.perf_counter() - start) * len(content) / min(_TIMED_BYTES, len(content))
@@ -147,7 +147,10 @@ def _texts(corpus: Corpus, part: parts_lib.Part) -> Iterator[str]:
 
 
 def _tokenizer(corpus: Corpus, texts: Sequence[str]) -> tuple[Tokenizer, float]:
-    """Returns the corpus's tokenizer, or one of similar size, and its training seconds."""
+    """Returns the corpus's tokenizer and 0; or one trained on `texts` and the seconds that took.
+
+    The vocabulary of the latter may be smaller than the config's.
+    """
     config, key = corpus.config, corpus.tokenizer_key
     if config.tokenizer != "bpe" or vocabulary.is_trained(config, key):
         trained = vocabulary.tokenizer(config, key, corpus.parts, ErrorCollector(True), shown=False)
@@ -164,7 +167,7 @@ def _tokenizer(corpus: Corpus, texts: Sequence[str]) -> tuple[Tokenizer, float]:
 
 
 def room(corpus: Corpus, cost: Estimate, workers: int) -> list[tuple[str, float, float]]:
-    """Returns (folder, bytes needed, bytes free) per folder; a bucket has infinite space."""
+    """Returns (folder, bytes needed, bytes free) for every folder; a bucket has infinite space."""
     target, needed = corpus.path.parent, cost.row_bytes * _missing(corpus)
     if not in_bucket(target):
         return [(os.fspath(target), needed, _free(target))]
@@ -185,7 +188,7 @@ def check(corpus: Corpus, workers: int, hours: float | None, *, shown: bool) -> 
     """Raises a UserError if a large corpus needs too much time or disk space.
 
     Args:
-      hours: limit; None: no limit.
+      hours: most hours that the preparation may take; None: no limit.
     """
     if corpus.bytes <= parts_lib.part_bytes(corpus.config):
         return  # one part: about a minute
@@ -194,14 +197,14 @@ def check(corpus: Corpus, workers: int, hours: float | None, *, shown: bool) -> 
     for folder, needed, free in room(corpus, cost, workers):
         if needed > free:
             raise UserError(
-                f"{folder} has {progress.size(free)} free, and preparing {_named(corpus)} needs "
-                f"about {progress.size(needed)} there: free some space, or set "
+                f"{folder} has {progress.size(free)} free, and preparing {_source_text(corpus)} "
+                f"needs about {progress.size(needed)} there: free some space, or set "
                 "config.data.directory (or $KVJAX_CACHE) to another disk"
             )
     seconds = cost.seconds(workers) * _missing(corpus)
     if hours is not None and seconds > 3600 * hours:
         raise UserError(
-            f"preparing {_named(corpus)} takes about {progress.duration(seconds)} here, with "
+            f"preparing {_source_text(corpus)} takes about {progress.duration(seconds)} here, with "
             f"{workers} processes: {cost.tokens / 1e9:,.1f}B tokens from "
             f"{progress.size(cost.text_bytes)} of text. Prepare it beforehand, on more cores or a "
             f"cluster: `{corpus.config.command()}` (--plan prints details), or raise the limit "
@@ -209,7 +212,7 @@ def check(corpus: Corpus, workers: int, hours: float | None, *, shown: bool) -> 
         )
 
 
-def _named(corpus: Corpus) -> str:
+def _source_text(corpus: Corpus) -> str:
     return f"config.data.source = {corpus.config.source!r}"
 
 

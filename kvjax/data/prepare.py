@@ -1,14 +1,15 @@
 """Turns text into packed rows, once: `python -m kvjax.data.prepare --source=... --vocab_size=...`.
 
-The corpus is split into parts, which worker processes tokenize in parallel. The token stream of a
-part's split is [BOS] + document, concatenated. Row i holds its tokens [i T, i T + T], so that
-consecutive rows share one token and every token but the first is a target exactly once. Training
-drops the tokens that do not fill a part's last row; validation pads that row with BOS, whose byte
-count is 0. A killed preparation resumes when the same command is run again. --plan prints the
-expected time and disk space beforehand.
+The corpus is split into parts, which worker processes tokenize in parallel. The documents of a part
+that are in one split (training or validation), each with BOS before it, form one stream of tokens.
+Row i holds tokens i T to i T + T of the stream, so that consecutive rows share one token and every
+token but the first is a target exactly once. Training drops the tokens that do not fill a part's
+last row; validation pads that row with BOS, whose byte count is 0.
 
-A source `tfds:NAME` that is not prepared as ArrayRecord is first built, or converted, in the folder
-TFDS_DATA_DIR (~/tensorflow_datasets if it is not set); --build_only stops there.
+A killed preparation resumes when the same command is run again. --plan prints the expected time and
+disk space beforehand. A source `tfds:NAME` that is not prepared as ArrayRecord is first built or
+converted in the folder TFDS_DATA_DIR (~/tensorflow_datasets if it is not set); --build_only stops
+after that.
 """
 
 import argparse
@@ -44,21 +45,21 @@ def prepare(
 ) -> epath.Path:
     """Returns the folder of the data set of `config`; prepares it if it does not exist yet.
 
-    It holds `dataset.json` (the manifest), `tokenizer.json` and `packed_rows/` (ArrayRecord, in
-    TFDS's format). Concurrent preparations write the same bytes.
+    The folder holds `dataset.json` (the manifest), `tokenizer.json` and `packed_rows/` (in TFDS's
+    format for ArrayRecord). Concurrent preparations write the same bytes.
 
     Args:
       workers: number of processes that tokenize; 0: one per core.
       skip_broken: skip lines, row groups and files that cannot be read, and list them.
       beam_options: comma-separated options of an Apache Beam pipeline; "": no Beam.
-      hours: refuse a preparation whose estimate is longer; None: no limit.
+      hours: most hours that the preparation may take, by estimate; None: no limit.
       shown: print progress to stderr if it takes seconds.
 
     Raises:
       FileNotFoundError: a source or tokenizer does not exist.
-      ValueError: an unreadable source, an empty split, too little text for the vocabulary or for
-        one row; the message names the file and the value.
-      UserError: it would take too long, or more disk space than is free.
+      ValueError: a source cannot be read, a split is empty, or there is too little text for the
+        vocabulary or for one row; the message names the file and the value.
+      UserError: the preparation would take too long, or more disk space than is free.
     """
     if config_lib.is_prepared(config.source):
         return prepared_folder(config)
@@ -120,12 +121,12 @@ def _parser() -> command_line.Parser:
         parser.add_argument(
             f"--{name}", dest=key.name, type=type(default), default=default, help=text
         )
-    add = parser.add_argument_group("how").add_argument
+    add = parser.add_argument_group("preparation").add_argument
     add("--workers", type=int, default=0, help="processes that tokenize (one per core)")
     add("--skip_broken", action="store_true", help="skip and list records that cannot be read")
     add("--build_only", action="store_true", help="build the sources tfds:NAME, and stop")
     add("--plan", action="store_true", help="estimate time and disk space, and prepare nothing")
-    add("--beam_pipeline_options", default="", help="comma-separated; tokenize with Apache Beam")
+    add("--beam_pipeline_options", default="", help="tokenize with Apache Beam; comma-separated")
     parser.add_output()
     return parser
 

@@ -1,7 +1,7 @@
-"""Reads text files as streams of pieces of documents; errors name file and position.
+"""Reads text files as streams of `Piece`s; errors name file and position.
 
-A document too long to hold in memory comes as several `Piece`s whose concatenation is its text.
-`record_readers` reads formats with one document per record.
+A piece is a document, or part of a long one: no document is held in memory whole. `record_readers`
+reads formats with one document per record.
 """
 
 import codecs
@@ -18,15 +18,15 @@ from kvjax.foundation.files import is_special
 BLOCK_BYTES = 1 << 20
 PIECE_CHARACTERS = 1 << 16
 DOCUMENT_SEPARATOR = "\f"
-# Ordered: UTF-32's little-endian mark starts with UTF-16's.
+# In this order, since UTF-32's little-endian mark starts with UTF-16's.
 _OTHER_MARKS = {
     codecs.BOM_UTF32_LE: "UTF-32",
     codecs.BOM_UTF32_BE: "UTF-32",
     codecs.BOM_UTF16_LE: "UTF-16",
     codecs.BOM_UTF16_BE: "UTF-16",
 }
-# Documents are cut where a line starts with a non-blank: no token of our split pattern crosses such
-# a point, so the pieces have the same tokens as the document.
+# Documents are cut where a line starts with a non-blank. No word of `tokenizer.SPLIT_PATTERN`
+# crosses such a point, so the pieces have the same tokens as the document.
 _LINE_START = re.compile(r"\n(?=\S)")
 _LINE_START_BYTES = re.compile(rb"\n(?=[!-~])")  # ASCII only, valid within any UTF-8 text
 
@@ -39,19 +39,19 @@ class Piece(NamedTuple):
 
 
 class SourceError(DataError):
-    """A source that cannot be read: the message names file, position and remedy."""
+    """A source cannot be read; the message names file, position and remedy."""
 
 
 class NullTextError(SourceError):
-    """A record whose text is null; `raise_error` skips it."""
+    """The text of a record is null; `raise_error` ignores this error."""
 
 
 class EmptySplitError(SourceError):
-    """A split without documents, though the sources have some."""
+    """A split has no documents, though the sources have some."""
 
 
 def raise_error(error: SourceError) -> None:
-    """Raises an error unless it is a null text: the default of `on_error`."""
+    """Raises an error unless it is a NullTextError; default of `on_error`."""
     if not isinstance(error, NullTextError):
         raise error
 
@@ -82,7 +82,7 @@ def read_text(
       starts_document: True if a document starts at `start`; False if one continues there.
 
     Raises:
-      SourceError: bytes that are not UTF-8, with their offset in the file.
+      SourceError: the text is not UTF-8; the message has the offset in the file.
     """
     if start == 0:
         check_encoding(path)
@@ -96,8 +96,8 @@ def read_text(
 def cut(path: epath.Path, offset: int) -> int:
     """Returns the first byte offset >= `offset` where a text file may be cut, or its size.
 
-    Cuts lie behind a form feed; or, if none follows within BLOCK_BYTES, where a line starts with a
-    non-blank, since such a cut changes no token.
+    A cut follows a form feed. If there is none within BLOCK_BYTES, a line that starts with a
+    non-blank follows the cut, since such a cut changes no token.
     """
     position, last_byte = offset, b""
     for block in _blocks(path, offset, None):
@@ -195,7 +195,7 @@ def _decode(
     position = start
     try:
         for block in blocks:
-            # Bytes of a character that the previous block cut; error.start counts from them.
+            # Bytes of an incomplete character from the last block, where error.start counts from.
             pending = len(decoder.getstate()[0])
             yield decoder.decode(block)
             position += len(block)
@@ -232,9 +232,9 @@ def _split_documents(blocks: Iterable[str]) -> Iterator[Iterator[str]]:
 
 
 def _cut(chunks: Iterable[str], starts_document: bool = True) -> Iterator[Piece]:
-    """Yields a document as pieces of about PIECE_CHARACTERS, cut at line starts.
+    """Yields a document as pieces of about PIECE_CHARACTERS, cut where lines start.
 
-    A line of more than 64 times that length is cut anywhere.
+    A line longer than 64 PIECE_CHARACTERS is cut anywhere.
     """
     text = ""
     for chunk in chunks:

@@ -1,7 +1,7 @@
 """Reads documents that are records of a file: JSON lines, Parquet rows, TFDS examples.
 
-One function per format yields texts. Errors name file and position. `on_error` is called for each
-error, and for each record whose text is null.
+Each format has a function that yields texts. Errors name file and position. `on_error` is called
+for each error, and for each record whose text is null.
 """
 
 from collections.abc import Iterable, Iterator
@@ -35,16 +35,16 @@ def read_jsonl(
     """Yields the text under `key` of each line of JSON lines, plain or compressed.
 
     Args:
-      start, stop: byte range of a plain file, between starts of lines.
+      start, stop: byte range of a plain file; both are starts of lines.
 
     Raises:
-      SourceError: a line that is not a JSON object with a text under `key` (with its number), or a
-        truncated file.
+      SourceError: the file is truncated, or a line (the message has its number) is not a JSON
+        object with a text under `key`.
     """
     quoted = json.dumps(key, ensure_ascii=False).encode()
 
     def parse(line: bytes):
-        # A key twice in one object is an error; a nested object or the text may have it again.
+        # It is an error if an object has the key twice. A nested object or the text may contain it.
         if line.count(quoted) > 1:
             json_text.check_once(line, key)
         return json_text.parse(line)
@@ -53,7 +53,7 @@ def read_jsonl(
 
 
 def jsonl_density(path: epath.Path, key: str) -> float:
-    """Returns bytes of text per stored byte of a file of JSON lines, from its first lines."""
+    """Estimates bytes of text per stored byte of a file of JSON lines from its first lines."""
     name, stored, text_bytes = os.fspath(path), 0, 0
     compression = formats.suffix(name, formats.COMPRESSIONS)
     with readers.open_file(path) as file, contextlib.suppress(*formats.DECOMPRESSION_ERRORS):
@@ -99,8 +99,8 @@ def read_parquet(
       start, stop: range of row groups.
 
     Raises:
-      SourceError: a damaged file, a missing or duplicate column, a column that is not text, a row
-        that is not UTF-8.
+      SourceError: the file is damaged, the column is missing, duplicate or not text, or a row is
+        not UTF-8.
     """
     return _texts(records.parquet_rows(path, column, start, stop, on_error), column, on_error)
 
@@ -119,7 +119,7 @@ def read_tfds(
       start, stop: range of examples.
 
     Raises:
-      SourceError: no such split or feature, or a text that is not UTF-8.
+      SourceError: the split or feature does not exist, or a text is not UTF-8.
     """
     name = builder.info.full_name
     if split not in builder.info.splits:

@@ -1,6 +1,6 @@
-"""Reads rows of JSON lines, Parquet, TFDS and CSV as objects, with positions for messages.
+"""Reads rows of JSON lines, Parquet, TFDS and CSV as objects, with their positions for messages.
 
-Used for texts (`record_readers`), conversations and benchmark questions.
+Texts (`record_readers`), conversations and benchmark questions are read by it.
 """
 
 import codecs
@@ -29,8 +29,8 @@ def read(path: epath.Path) -> Iterator[tuple[str, Row]]:
     """Yields (position, row) for each row of a file.
 
     Raises:
-      DataError: an unknown suffix, a damaged file, JSON with duplicate keys or the like (see
-        `json_text.parse_strictly`), columns of one name; with file and row.
+      DataError: the suffix is unknown, the file is damaged, JSON is invalid or has duplicate keys
+        (see `json_text.parse_strictly`), or columns share a name. The message names file and row.
     """
     name = os.fspath(path)
     if formats.suffix(name, (formats.PARQUET,)):
@@ -44,7 +44,7 @@ def read(path: epath.Path) -> Iterator[tuple[str, Row]]:
 
 
 def count(path: epath.Path) -> int:
-    """Returns the number of rows that `read` yields; for Parquet from its metadata."""
+    """Returns the number of rows that `read` yields (for Parquet, from metadata)."""
     if not formats.suffix(os.fspath(path), (formats.PARQUET,)):
         return sum(1 for _ in read(path))
     with open_parquet(path) as table:
@@ -64,8 +64,8 @@ def digest(paths: list[epath.Path]) -> str:
 def is_damage(error: Exception) -> bool:
     """Returns True if a read error means a damaged file, not a failing disk or network.
 
-    Errors of disks have an errno, errors of networks their own types; Arrow's errors of damage have
-    neither.
+    Errors of disks have an errno, and errors of networks have types of their own. Arrow's errors of
+    damage are plain OSErrors without an errno.
     """
     if isinstance(error, OSError) and not isinstance(error, gzip.BadGzipFile):
         return type(error) is OSError and error.errno is None
@@ -88,10 +88,10 @@ def json_lines(
     Skips blank lines and a byte order mark at the start of the file.
 
     Args:
-      start, stop: byte range of a plain file, between starts of lines.
+      start, stop: byte range of a plain file; both are starts of lines.
       on_error: called for a line that is not a JSON object, and for data that cannot be
         decompressed.
-      parse: parses a line; raises a ValueError.
+      parse: parses a line, or raises a ValueError.
     """
     name = os.fspath(path)
     is_cut = stop is not None and not formats.suffix(name, formats.COMPRESSIONS)
@@ -148,10 +148,10 @@ def parquet_rows(
 ) -> Iterator[tuple[str, dict]]:
     """Yields (position, row) for the rows of a Parquet file, numbered from 1.
 
-    Byte columns are decoded if they are UTF-8, since some writers do not mark text.
+    Values of byte columns are decoded if they are UTF-8, since some writers store text as bytes.
 
     Args:
-      column: read this column of text only; None: all.
+      column: the only column to read, which must be text; None: all columns.
       start, stop: range of row groups.
       on_error: called for a row whose text is not UTF-8, and for a row group that cannot be read,
         whose remaining rows are skipped.
@@ -182,7 +182,7 @@ def parquet_rows(
 def _rows_of(
     batch, name: str, number: int, on_error: readers.OnError
 ) -> Iterator[tuple[str, dict]]:
-    """Yields the rows of a batch; `number` is its first row's number in the file."""
+    """Yields the rows of a batch whose first row has this number in the file."""
     try:
         rows = batch.to_pylist()
     except (ValueError, OverflowError):  # text that is not UTF-8, dates out of Python's range
@@ -230,10 +230,13 @@ def _as_text(value):
 
 @contextlib.contextmanager
 def open_parquet(path: epath.Path, column: str | None = None):
-    """Opens a Parquet file, and checks that column names are unique or that `column` is text.
+    """Opens a Parquet file.
+
+    Args:
+      column: column that must exist once and be text; None: all names must be unique.
 
     Raises:
-      SourceError: a damaged file, a column that is missing, duplicate or not text.
+      SourceError: the file is damaged, or a column is missing, duplicate or not text.
     """
     import pyarrow  # Takes 0.3 s, and most runs read no Parquet.
     import pyarrow.parquet as pq
@@ -268,7 +271,7 @@ def open_parquet(path: epath.Path, column: str | None = None):
 
 
 def _holds_text(kind) -> bool:
-    """Returns True for Arrow types of text, of bytes (possibly text) and of nulls only."""
+    """Returns True for Arrow's types of text, of bytes (which may be text), and the null type."""
     import pyarrow.types as types
 
     kind = getattr(kind, "storage_type", kind)  # of extensions such as arrow.json

@@ -1,7 +1,7 @@
-"""SentencePiece tokenizers: blanks are written as "▁", unknown characters as tokens of one byte.
+"""SentencePiece tokenizers, which write blanks as "▁" and unknown characters as tokens of one byte.
 
-Most put a blank before a text (a prefix), which decoding drops, and some change the text before
-(a normalizer). Functions take and return definitions, as in `tokenizer.json`.
+Most put a blank before a text, which decoding drops. Some first normalise the text. Functions take
+and return definitions, the content of `tokenizer.json`.
 """
 
 from collections.abc import Collection, Mapping
@@ -9,13 +9,18 @@ import re
 
 BYTE = re.compile("<0x[0-9A-F]{2}>")  # a token of one byte
 _DECODERS = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
-# Where a text stands: at the start of a prompt or document, after a control token, inside a
-# document. Some tokenizers put a blank before the first only, some before the first two.
+# Places of a text: at the start of a prompt or document, after a control token, or inside a
+# document. Some tokenizers put a blank before texts in the first place only, some in the first two.
 POSITIONS = ("start", "control", "inside")
 
 
 def steps(definition: Mapping, part: str, several: str) -> list[dict]:
-    """Returns the steps of a part: its own `several`, or the part itself; none if it is null."""
+    """Returns the steps of a part of a definition; [] if it is null.
+
+    Args:
+      part: key of the part, such as "decoder".
+      several: key of the list of steps, if the part has several.
+    """
     step = definition.get(part)
     return step.get(several, [step]) if step else []
 
@@ -33,7 +38,7 @@ def has_bytes(definition: Mapping) -> bool:
 
 
 def at(definition: Mapping, position: str) -> dict:
-    """Returns a definition that encodes a text at one of `POSITIONS` as that at the start."""
+    """Returns a definition that encodes every text as if it stood at one of `POSITIONS`."""
     changed = dict(definition)
     if position == "inside":
         kept = steps(definition, "normalizer", "normalizers")
@@ -50,9 +55,10 @@ def at(definition: Mapping, position: str) -> dict:
 
 
 def without_controls(definition: Mapping, names: Collection[str]) -> dict:
-    """Returns a definition by which no text becomes one of the named tokens.
+    """Returns a definition that never encodes a text as one of the named tokens.
 
-    Their names get a blank, which no normalized text has, and no merge makes them.
+    Gives these tokens names with a blank, which no normalized text has, and removes the merges that
+    make them.
     """
     model, added = definition["model"], definition["added_tokens"]
     renamed = {name: f"\ufdd0 {i}" for i, name in enumerate(sorted(names))}

@@ -1,8 +1,8 @@
 """Reads rows by index from ArrayRecord shards, keeping few of them open.
 
-A data set may have ten thousand shards. The description in their folder has each shard's number of
-rows, so that a shard is opened only when a row of it is read. Before too many are open, the least
-recently used shard is closed. Rows written by TFDS can be read as well.
+A data set may have ten thousand shards. A shard is opened when one of its rows is read for the
+first time, since the description in the folder has the number of rows of every shard. If too many
+are open, the least recently used one is closed. Rows written by TFDS can be read as well.
 """
 
 from collections import OrderedDict
@@ -26,18 +26,18 @@ from kvjax.foundation import json_text
 from kvjax.foundation.errors import DataError, first_line
 from kvjax.foundation.files import in_bucket
 
-# Threads that read rows if a row takes longer than _SLOW_SECONDS (a bucket, a network file system).
-# From a fast disk, threads would only wait for the GIL.
+# Number of threads that read rows if a row takes longer than _SLOW_SECONDS (from a bucket or a
+# network file system). From a fast disk, threads would only wait for the GIL.
 THREADS = 32
 _SLOW_SECONDS = 3e-3
 # A reader holds one or two file descriptors and the offsets of all rows of its shard.
 _MAX_READERS = 256
 _TEMPLATE = "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}"
 _POSTSCRIPT_BYTES = 1 << 16
-_INDEX_BYTES_PER_ROW = 5  # of a shard's index of rows, compressed
+_INDEX_BYTES_PER_ROW = 5  # size of a shard's compressed index per row
 # Read errors that do not mean damage: permissions, file limits, network.
 _REFUSED = re.compile(r"open\(\) failed: (?!No such file)|(?<!code: 404); reading gs://")
-_READ_BYTES = 1 << 12  # minimum that ArrayRecord reads per row
+_READ_BYTES = 1 << 12  # least number of bytes that ArrayRecord reads per row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,7 @@ def read_description(folder: epath.Path) -> Description:
     """Reads the description that `packed_rows.describe`, or TFDS itself, wrote to a folder.
 
     Raises:
-      ValueError, TypeError or KeyError: it describes other data.
+      ValueError, TypeError or KeyError: the description is of other data.
     """
     info = json_text.parse((folder / "dataset_info.json").read_bytes())
     features = json_text.parse((folder / "features.json").read_bytes())
@@ -111,13 +111,13 @@ class PackedRows:
         return row
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, np.ndarray]]:
-        """Returns several rows: sequentially, or in threads if the last ones were slow."""
+        """Returns several rows; reads them in threads if the last rows read were slow."""
         wanted = np.asarray(indices, np.int64)
         if not wanted.size:
             return []
         if not 0 <= wanted.min() <= wanted.max() < len(self):
             raise IndexError(f"rows {wanted.min()} to {wanted.max()}, of {len(self)}")
-        # `_ends` holds cumulative row counts: the first end above an index is its shard's.
+        # The first of the cumulative row counts above an index is that of its shard.
         shards = np.searchsorted(self._ends, wanted, side="right")
         offsets = wanted - (self._ends - self._rows)[shards]
         mapped = self._threads.map if self._is_slow else map
@@ -131,7 +131,7 @@ class PackedRows:
         start = time.perf_counter()
         try:
             with self._readers.borrow(shard) as reader:
-                # A range, since for a list ArrayRecord scans the shard's whole index.
+                # Not a list of indices, for which ArrayRecord scans the shard's whole index.
                 (record,) = reader.read(index, index + 1)
         except RuntimeError as error:
             if not _REFUSED.search(str(error)):
@@ -140,7 +140,7 @@ class PackedRows:
                 f"{self._folder}/{self._name(shard)} could not be read: {first_line(error)}. Check "
                 "its permissions, the limit of open files and the network"
             ) from error
-        # A record is, for each feature, a constant protobuf header and the raw bytes.
+        # A record has, for each feature, a constant protobuf header and then the raw bytes.
         row, end = {}, 0
         for name, head in self._heads.items():
             dtype, begin = self._dtypes[name], end + len(head)
@@ -191,7 +191,7 @@ class _Readers:
 
     Args:
       open_: opens the reader of a shard.
-      limit: maximum number of open readers; a thread that needs another one waits.
+      limit: maximum number of open readers; a thread that needs one more waits.
     """
 
     def __init__(self, open_: Callable[[int], ArrayRecordReader], limit: int):

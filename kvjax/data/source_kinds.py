@@ -8,8 +8,8 @@ The validation split is chosen before packing:
 | .txt | the last `validation_fraction` of each file's bytes, from the next line on |
 | JSON lines, .parquet, TFDS | the documents whose hash falls in `validation_fraction` |
 
-Duplicate records are thus in the same split. A `validation_source` is the validation split itself;
-then all of `source` is for training.
+By the hash, duplicate records are in the same split. If there is a `validation_source`, it is the
+validation split, and all of `source` is for training.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,7 +30,7 @@ CORPUS = epath.Path(__file__).parent / "corpus"
 EMBEDDED = "embedded:"
 BOOKS = ("shakespeare.txt.xz", "king_james_bible.txt.xz")
 SUFFIXES = (formats.TEXT, formats.PARQUET, *formats.LINES)
-# Fingerprints hash all bytes of smaller files; of larger files the size, time and both ends.
+# Larger files are not hashed whole: their fingerprint has their size, time and both ends.
 HASHED_BYTES = 64 << 20
 
 
@@ -58,16 +58,16 @@ class Source(Protocol):
         """Returns a hash that changes when the documents do."""
 
     def stamp(self) -> str:
-        """Returns a value, from metadata alone, that changes when the files are written."""
+        """Returns a value that changes when the files are written, from their metadata alone."""
 
     def ranges(self, limit: int) -> Iterator[Range]:
-        """Yields ranges that cover the source in order, of about `limit` bytes if it can be cut."""
+        """Yields ranges that cover the source in order: of about `limit` bytes, or the whole."""
 
     def density(self) -> float:
-        """Returns bytes of text per stored byte, approximately."""
+        """Returns about how many bytes of text there are per stored byte."""
 
     def pieces(self, split: str, fraction: float) -> Iterator[readers.Piece]:
-        """Yields the documents of split `train`, `validation` (a held-out `fraction`) or `all`."""
+        """Yields the documents of split `train`, `validation` (a share `fraction`) or `all`."""
 
     def split_pieces(
         self, fraction: float, range: Range, on_error: readers.OnError
@@ -76,13 +76,13 @@ class Source(Protocol):
 
 
 class TextFile:
-    """A .txt file, whose end is for validation."""
+    """A .txt file; its end is the validation split."""
 
     def __init__(self, path: epath.Path):
         self.path, self.name = path, os.fspath(path)
 
     def fingerprint(self) -> str:
-        # Earlier versions kept the mark as text: the data that they prepared need another hash.
+        # Earlier versions kept the byte order mark as text, so their data have another hash.
         marked = " without its mark" if readers.byte_order_mark(self.path) else ""
         return f"txt {file_hash(self.path)}{marked}"
 
@@ -176,7 +176,7 @@ class EmbeddedBook:
         yield Range(0, 1, self.path.stat().length)
 
     def pieces(self, split: str, fraction: float) -> Iterator[readers.Piece]:
-        del fraction  # fixed, so that losses are comparable between runs
+        del fraction  # the split is fixed, so that losses are comparable between runs
         text = lzma.decompress(self.path.read_bytes())
         cut = len(text)
         if split != "all":
@@ -281,7 +281,7 @@ def _file_stamp(path: epath.Path) -> str:
 
 
 def file_hash(path: epath.Path) -> str:
-    """Returns a hash of a file's bytes; of a large file's size, time and both ends."""
+    """Returns a hash of a file's bytes, or of a large file's size, time and both ends."""
     with readers.open_file(path) as file:
         stat = path.stat()
         if stat.length <= HASHED_BYTES:

@@ -18,9 +18,9 @@ class Slice:
     """A range of one source; all that a worker needs to read it."""
 
     key: str  # source or validation_source
-    name: str  # of the source, for `source_kinds.open_source`
+    name: str  # the source's name, see `source_kinds.open_source`
     range: source_kinds.Range
-    stamp: str  # of the source when it was inspected
+    stamp: str  # the source's stamp when it was inspected
 
     @property
     def bytes(self) -> int:
@@ -30,7 +30,7 @@ class Slice:
 def fingerprints(
     config: config_lib.DataConfig, say: Callable[[str], None] = lambda text: None
 ) -> dict[str, list[tuple[str, str]]]:
-    """Returns (name, hash of its documents) for each source, in order, by config key.
+    """Returns by config key, for each source in order, its name and a hash of its documents.
 
     Args:
       say: called with progress.
@@ -57,7 +57,7 @@ def fingerprints(
 def fingerprint(
     config: config_lib.DataConfig, known: dict[str, list[tuple[str, str]]] | None = None
 ) -> str:
-    """Returns a hash of everything that determines which documents are in which split.
+    """Returns a hash of everything that determines the documents of each split.
 
     Args:
       known: result of `fingerprints`; None: computed here.
@@ -71,14 +71,14 @@ def fingerprint(
 
 
 def check(config: config_lib.DataConfig, on_error: readers.OnError = readers.raise_error) -> None:
-    """Reads the first document of every source, before hours are spent on the others.
+    """Reads the first document of every source, to find bad sources before hours of work.
 
     Args:
       on_error: called for a source that cannot be read.
 
     Raises:
-      readers.SourceError: a damaged file (a truncated Parquet shard has lost its index), another
-        format, or no column of that name.
+      readers.SourceError: a file is damaged (a truncated Parquet shard has lost its index), has
+        another format, or lacks the column of the text.
     """
     for key in ("source", "validation_source"):
         for source in _sources(config, key):
@@ -95,7 +95,7 @@ def slices(
     """Yields slices that cover all of `source` and then `validation_source`, in order.
 
     Args:
-      limit: approximate maximum of bytes, where a source can be cut.
+      limit: approximate maximum size of a slice in bytes, if the source can be cut.
       on_error: called for a source that cannot be opened.
     """
     for key in ("source", "validation_source"):
@@ -118,7 +118,7 @@ def split_pieces(
       on_error: see `readers.OnError`.
 
     Raises:
-      DataError: the source was written to since it was inspected.
+      DataError: the source has changed since it was inspected.
       UserError: a disk or a network failed.
     """
     source = source_kinds.open_source(
@@ -158,7 +158,7 @@ def _check_unchanged(source: source_kinds.Source, slice: Slice) -> None:
 
 
 def density(config: config_lib.DataConfig, slices: Iterable[Slice]) -> float:
-    """Returns bytes of text per stored byte of slices, approximately."""
+    """Returns about how many bytes of text the slices have per stored byte."""
     names = dict.fromkeys(piece.name for piece in slices)
     opened = [
         source_kinds.open_source(name, config.text_key, f"config.data.source = {name!r}")
@@ -174,8 +174,8 @@ def pieces(config: config_lib.DataConfig, split: str) -> Iterator[readers.Piece]
       split: `train` or `validation`.
 
     Raises:
-      FileNotFoundError: a source that matches no file.
-      readers.SourceError: a source that cannot be read, with file and position.
+      FileNotFoundError: a source matches no file.
+      readers.SourceError: a source cannot be read; the message names file and position.
       readers.EmptySplitError: the split has no documents.
     """
     key, source_split = "source", split
@@ -207,8 +207,7 @@ def _sources(config: config_lib.DataConfig, key: str) -> Sequence[source_kinds.S
     """Returns the sources that a key names.
 
     Raises:
-      UserError: it names a source that does not exist or cannot be read; the message names the
-        item.
+      UserError: a source does not exist or cannot be read; the message names it.
     """
     opened: list[source_kinds.Source] = []
     for item in config_lib.split_source(getattr(config, key)):

@@ -1,7 +1,7 @@
-"""TFDS data sets: opens those that are prepared as ArrayRecord, builds and converts others.
+"""Opens TFDS data sets that are prepared as ArrayRecord, and builds or converts others.
 
-Opening needs no TensorFlow. Building needs it for most data sets, and converting always: the extra
-`tfds`.
+Opening needs no TensorFlow. Converting needs it always, and building for most data sets; the extra
+`tfds` installs it.
 """
 
 import contextlib
@@ -37,7 +37,8 @@ def builder(name: str):
     """Returns the TFDS builder of a data set that is prepared as ArrayRecord.
 
     Raises:
-      SourceError: unknown, not prepared, or in another format; with the command that prepares it.
+      SourceError: the data set is unknown, not prepared, or in another format; the message has the
+        command that prepares it.
     """
     opened = _builder(name)
     if not opened.is_prepared():
@@ -56,10 +57,13 @@ def builder(name: str):
 
 
 def build(name: str) -> None:
-    """Prepares a data set as ArrayRecord in `folder()`, unless it is there; converts other formats.
+    """Builds a data set as ArrayRecord in `folder()`, or converts it from another format.
+
+    Does nothing if it is there as ArrayRecord.
 
     Raises:
-      SourceError: unknown, or its code fails: no network, files to download by hand, a package.
+      SourceError: the data set is unknown, or its code fails: for example, there is no network, a
+        package is missing, or files must be downloaded by hand.
     """
     opened = _builder(name)
     if opened.is_prepared() and FORMAT in _formats(opened):
@@ -90,7 +94,7 @@ def build(name: str) -> None:
 
 def _builder(name: str):
     """Returns the TFDS builder of a data set, prepared or not, from its code or its files."""
-    import tensorflow_datasets as tfds  # Takes 0.5 s, and most runs read no TFDS source.
+    import tensorflow_datasets as tfds  # takes 0.5 s, and most runs read no TFDS source
 
     try:
         opened = tfds.builder(name, data_dir=folder())
@@ -113,8 +117,8 @@ def _formats(opened) -> list[str]:
 def _convert(opened) -> None:
     """Writes a data set's shards as ArrayRecord beside the others, with the same examples.
 
-    As `tfds convert_format` does, which needs Apache Beam and mlcroissant. A killed conversion
-    resumes with the missing shards.
+    Does the same as `tfds convert_format`, but without Apache Beam and mlcroissant. After a kill,
+    the next call writes the missing shards only.
     """
     from tensorflow_datasets.core import dataset_info, file_adapters
     from tensorflow_datasets.core.utils import py_utils
@@ -135,7 +139,7 @@ def _convert(opened) -> None:
 
 
 def _build_command(name: str) -> str:
-    """Returns the command line that builds or converts a data set, with what it needs first."""
+    """Returns the command line that builds or converts a data set, after installing TensorFlow."""
     command = f"python -m kvjax.data.prepare {shlex.quote(f'--source=tfds:{name}')} --build_only"
     if importlib.util.find_spec("tensorflow") is None:
         return f"{extras.command('tensorflow')} && {command}"

@@ -1,6 +1,6 @@
 """Tokenizes, packs and writes one part of a corpus, and counts its content.
 
-The rows depend on the part, the tokenizer and the row length alone.
+The rows depend only on the part, the tokenizer and the row length.
 """
 
 from collections.abc import Iterator
@@ -19,10 +19,10 @@ from kvjax.data.source_kinds import SplitPiece
 from kvjax.data.tokenizer import Tokenizer
 from kvjax.foundation.errors import DataError, first_line, warn
 
-# Text is encoded in batches of this size: the library's encodings take about 100 bytes a token.
+# Size of a batch to encode. The library's encodings take about 100 bytes of memory per token.
 BATCH_CHARACTERS = 1 << 21
 XZ_PRESET = 9 | lzma.PRESET_EXTREME
-MAX_MESSAGES = 100  # of skipped records, in the manifest
+MAX_MESSAGES = 100  # number of messages about skipped records in the manifest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Skipped(NamedTuple):
     """Counts of unreadable sources and records, and of records whose text is null."""
 
     count: int = 0
-    messages: tuple[str, ...] = ()  # of the first MAX_MESSAGES
+    messages: tuple[str, ...] = ()  # the first MAX_MESSAGES
     nulls: int = 0
 
 
@@ -71,7 +71,7 @@ def write(
       skip_broken: skip records that cannot be read, and list them in the result.
 
     Raises:
-      DataError: a source that cannot be read, or a tokenizer that loses text.
+      DataError: a source cannot be read, or the tokenizer loses text.
       OSError: the folder cannot be written.
     """
     dtype = dtype_of(tokenizer)
@@ -95,8 +95,8 @@ def write(
         if size != written.bytes and not tokenizer.keeps_bytes:
             warn(
                 f"config.data.tokenizer = {config.tokenizer!r}: changes text: the {split} split of "
-                f"a part has {written.bytes:,} bytes, its tokens {size:,}: bits per byte count "
-                "the latter"
+                f"a part has {written.bytes:,} bytes, its tokens have {size:,}, and bits per byte "
+                "count the bytes of tokens"
             )
         elif size != written.bytes:
             raise DataError(
@@ -113,16 +113,17 @@ def dtype_of(tokenizer: Tokenizer) -> np.dtype:
 
 
 def tokenizer_info(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Returns a manifest's keys of the tokenizer and of the rows' dtype."""
+    """Returns the keys of a manifest that describe the tokenizer and the rows' dtype."""
     sha256 = hashlib.sha256(tokenizer.to_json().encode()).hexdigest()
     sizes = dict(vocab_size=tokenizer.vocab_size, bos_id=tokenizer.bos_id)
     return {"tokenizer": sizes | {"sha256": sha256}, "dtype": dtype_of(tokenizer).name}
 
 
 class ErrorCollector:
-    """Counts unreadable records and null texts; raises for the former unless `allowed`.
+    """Counts unreadable records and null texts, as the `readers.OnError` of readers.
 
-    Passed to readers as `readers.OnError`.
+    Args:
+      allowed: unreadable records are allowed; False: raises their error.
     """
 
     def __init__(self, allowed: bool):
@@ -156,7 +157,7 @@ class _Stream:
         self._documents = self._bytes = self._tokens = self.token_bytes = self._xz_bytes = 0
         if measured:  # validation
             self._fill = tokenizer.bos_id
-            # A reference for validation's bits per byte: `xz -9e` on the same text.
+            # `xz -9e` on the same text is a reference for validation's bits per byte.
             self._xz = lzma.LZMACompressor(preset=XZ_PRESET)
 
     def add(self, piece: readers.Piece, ids: np.ndarray) -> None:
@@ -182,7 +183,7 @@ class _Stream:
 
 
 def _encoded(tokenizer: Tokenizer, pieces: list[readers.Piece]) -> list[np.ndarray]:
-    """Returns the ids of each piece, by whether it starts a document."""
+    """Returns the ids of each piece; a piece that starts a document is encoded differently."""
     ids: list = [None] * len(pieces)
     for starts, position in ((True, "start"), (False, "inside")):
         chosen = [i for i, piece in enumerate(pieces) if piece.starts_document is starts]

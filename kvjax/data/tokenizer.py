@@ -1,6 +1,6 @@
-"""Tokenizers: byte-level BPEs trained here, bytes alone, or loaded from a `tokenizer.json`.
+"""Tokenizers: trained here (byte-level BPEs), of bytes alone, or loaded from a `tokenizer.json`.
 
-A loaded one is a byte-level BPE or SentencePiece's (`sentence_pieces`).
+A loaded tokenizer must be a byte-level BPE, or one of SentencePiece (see `sentence_pieces`).
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -9,8 +9,8 @@ import functools
 import json
 import os
 
-# `tokenizers` disables its threads after a fork, since forking while they encode is unsafe; kvjax
-# never forks then.
+# By default `tokenizers` disables its threads after a fork, since it is unsafe to fork while they
+# encode. kvjax never does.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
 from etils import epath
@@ -34,12 +34,12 @@ CONVERSATION_SPECIALS = (
     "<|output_end|>",
 )
 SPECIALS = {"bos": (BOS,), "chat": CONVERSATION_SPECIALS}  # by config.data.specials
-# Names of the token that opens a document in published tokenizers; the first one present is used,
-# or else the special token that the post-processor names, see `_template_bos`.
+# Names that published tokenizers give to the token that opens a document. The first one present is
+# used, or else the special token that the post-processor names (`_template_bos`).
 _BOS_NAMES = (BOS, "<|begin_of_text|>", "<bos>", "<s>", "<|endoftext|>")
 
-# GPT-4's pattern (tiktoken, cl100k_base), but with groups of at most two digits instead of three:
-# better for small vocabularies (nanochat).
+# GPT-4's pattern (tiktoken, cl100k_base), but with groups of at most two digits instead of three,
+# which suits small vocabularies better (nanochat).
 SPLIT_PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}"
     r"| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
@@ -83,10 +83,10 @@ def _template_bos(template: dict) -> str | None:
 
 
 def opened_by(text: str, bos: str | None) -> str:
-    """Returns a tokenizer.json with a given BOS token, unless it defines one itself.
+    """Returns a tokenizer.json in which `bos` opens documents, unless it has such a token.
 
-    Other libraries encode as before: the added post-processor step names the token, but puts it
-    nowhere.
+    A post-processor step is added that names the token, but does not insert it, so that other
+    libraries encode as before.
     """
     definition = json.loads(text)
     added = definition.get("added_tokens") or []
@@ -115,7 +115,8 @@ def with_added(definition: Mapping, tokens: Iterable[Mapping]) -> dict:
     before = definition.get("added_tokens") or []
     by_name = {token["content"]: token for token in before} | tokens
     added = sorted(by_name.values(), key=lambda token: token["id"])
-    # The library renumbers tokens that the model's vocabulary lacks, wrongly if ids have gaps.
+    # The library gives new ids to added tokens that the model's vocabulary lacks. These ids are
+    # wrong if the vocabulary's have gaps.
     vocab = definition["model"]["vocab"]
     if isinstance(vocab, dict):  # a Unigram's list has no gaps
         vocab = vocab | {token["content"]: token["id"] for token in added}
@@ -125,28 +126,27 @@ def with_added(definition: Mapping, tokens: Iterable[Mapping]) -> dict:
 class Tokenizer:
     """Converts text to token ids and back.
 
-    A control token's name that occurs in a text is encoded as ordinary characters. The raw bytes of
-    a text's tokens are its UTF-8 bytes if the tokenizer is byte-level; SentencePiece's decode to
-    the text with a blank before it, which is dropped, and may lose characters.
+    The name of a control token is encoded as ordinary characters if it occurs in a text. The tokens
+    of a byte-level tokenizer contain exactly the UTF-8 bytes of the text. SentencePiece may lose
+    characters, and puts a blank before the text, which decoding drops.
 
     Attributes:
       bos_id: id of the token that opens a document.
       controls: names of the control tokens: special tokens, and tokens added by `controlled`.
       ends: ids of further tokens that end a text, as published with a model.
-      keeps_bytes: True if tokens have a text's bytes; SentencePiece's may change some.
+      keeps_bytes: True if the tokens contain exactly the bytes of a text (byte-level).
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, name: str, threads: int = 0):
         """Wraps a tokenizer of the `tokenizers` library.
 
         Args:
-          backend: must split text into bytes (ByteLevel) without prefix space, or be
-            SentencePiece's.
+          backend: must be byte-level without prefix space, or SentencePiece's.
           name: origin of the tokenizer, for messages.
           threads: number of threads that encode a batch; 0: one per core.
 
         Raises:
-          ValueError: another kind of tokenizer, or without a token that opens a document.
+          ValueError: the tokenizer is of another kind, or no token opens a document.
         """
         definition = json.loads(backend.to_str())
         steps = sentence_pieces.steps(definition, "pre_tokenizer", "pretokenizers")
@@ -210,8 +210,8 @@ class Tokenizer:
     def with_specials(self, names: Sequence[str]) -> "Tokenizer":
         """Returns this tokenizer with more special tokens, with ids after the last one.
 
-        Gaps in the ids of a published vocabulary stay. An existing ordinary token of that name
-        becomes a special token with the same id.
+        Gaps in the ids of a published vocabulary remain. If an ordinary token has one of the names,
+        it becomes a special token and keeps its id.
         """
         added, vocab = self._specials, self._vocabulary
         new = [name for name in names if name not in vocab]
@@ -228,19 +228,19 @@ class Tokenizer:
         """Returns the token ids of a text, without BOS.
 
         Args:
-          position: of the text, one of `sentence_pieces.POSITIONS`.
+          position: place of the text, one of `sentence_pieces.POSITIONS`.
 
         Raises:
-          DataError: the library fails, as on millions of blanks in a row.
+          DataError: the library fails, for example on millions of blanks in a row.
         """
         try:
             with panics_as_errors():
                 return self._encoder(position).encode(text, add_special_tokens=False).ids
         except Exception as error:  # the library raises bare Exception
             raise DataError(
-                f"a text of {len(text):,} characters cannot be tokenized ({first_line(error)}): "
-                "does it have a very long run of blanks, or is the tokenizer's pattern at fault? "
-                f"It begins {text[:40]!r}"
+                f"a text of {len(text):,} characters cannot be tokenized ({first_line(error)}); a "
+                "very long run of blanks or the tokenizer's pattern may be the cause. The text "
+                f"begins {text[:40]!r}"
             ) from error
 
     def encode_batch(self, texts: Sequence[str], position: str = "start") -> list[np.ndarray]:
@@ -257,7 +257,7 @@ class Tokenizer:
             return [np.array(self.encode(text, position), np.uint32) for text in texts]
 
     def _encoder(self, position: str) -> tokenizers.Tokenizer:
-        """Returns the library's tokenizer by which no text becomes a control token."""
+        """Returns the library's tokenizer, changed so that no text becomes a control token."""
         position = "start" if self._is_byte_level else position
         if position not in self._encoders:
             self._encoders[position] = self._new_encoder(position)
@@ -305,7 +305,7 @@ class Tokenizer:
         """Returns the text of token ids, special tokens by name, invalid UTF-8 as U+FFFD.
 
         Args:
-          is_continued: the ids follow others: a blank that opens them is text.
+          is_continued: the ids follow other ids, so that a blank before them belongs to the text.
         """
         ids = list(ids)
         if not is_continued or self._is_byte_level:
@@ -318,7 +318,7 @@ class Tokenizer:
         if not self._is_byte_level:
             names = (self._backend.id_to_token(i) for i in reversed(ids))
             last = next((name for name in names if name is not None), None)
-            # Bytes in a row decode together: a wrong one makes all of them U+FFFD.
+            # Consecutive byte tokens decode together: a wrong one turns all of them into U+FFFD.
             if last is None or (self._has_byte_tokens and sentence_pieces.BYTE.fullmatch(last)):
                 return "", False
             return self.decode(ids, is_continued=is_continued), True
@@ -340,14 +340,17 @@ class Tokenizer:
         return bytes_V
 
     def dropped_bytes(self) -> np.ndarray | None:
-        """Returns int32 [V], bytes that each token loses at the start of a text; None if none."""
+        """Returns int32 [V], number of bytes that a token loses at the start of a text.
+
+        None if no token loses any.
+        """
         if self._is_byte_level or not self._decoded_bytes[1].any():
             return None
         return self._decoded_bytes[1].copy()
 
     @functools.cached_property
     def _decoded_bytes(self) -> tuple[np.ndarray, np.ndarray]:
-        """Bytes of each token inside a text, and those of them that it loses at the start."""
+        """Number of bytes of each token inside a text, and how many it loses at the start."""
         bytes_2V = np.zeros((2, self.vocab_size), np.int32)
         ordinary = [(t, i) for t, i in self._vocabulary.items() if t not in self._specials]
         opened = [([i], [self.bos_id, i]) for _, i in ordinary]
@@ -411,14 +414,14 @@ def train(
             backend.train_from_iterator(texts, trainer)
     except RuntimeError as error:
         raise DataError(
-            f"a text cannot be split into words ({first_line(error)}): does one have a very long "
-            "run of blanks?"
+            f"a text cannot be split into words ({first_line(error)}); a very long run of blanks "
+            "may be the cause"
         ) from error
     reached = backend.get_vocab_size()
     if reached != vocab_size:
         raise DataError(
-            f"config.data.vocab_size = {vocab_size}: only {reached} reached: the training split "
-            f"has no more pairs of tokens that occur twice. Use {reached} or less, or more text"
+            f"config.data.vocab_size = {vocab_size}: must be at most {reached} for this training "
+            "split, in which no more pairs of tokens occur twice; lower it, or give more text"
         )
     return Tokenizer(backend, "the trained tokenizer")
 
@@ -427,7 +430,8 @@ def byte_tokenizer() -> Tokenizer:
     """Returns a tokenizer of 257 tokens: id b is byte b, id 256 is `<|bos|>`."""
     vocab = {character: byte for byte, character in enumerate(_byte_characters())}
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
-    # Without merges, splitting into words changes no token, but keeps the library's queues short.
+    # Without merges, splitting into words does not change tokens; it keeps the library's queues
+    # short.
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
         add_prefix_space=False, use_regex=True
     )
@@ -446,7 +450,7 @@ def parse(text: str) -> tokenizers.Tokenizer:
 
 
 def from_json(text: str, name: str, threads: int = 0) -> Tokenizer:
-    """Returns the tokenizer that `Tokenizer.to_json` wrote; arguments as of `Tokenizer`."""
+    """Returns the tokenizer of a `tokenizer.json`; for the arguments see `Tokenizer`."""
     return Tokenizer(parse(text), name, threads)
 
 
@@ -458,7 +462,7 @@ def load(path: epath.PathLike, key: str = "tokenizer") -> Tokenizer:
 
     Raises:
       FileNotFoundError: the file does not exist.
-      ValueError: not a `tokenizer.json`, or one that `Tokenizer` cannot use.
+      ValueError: the file is no `tokenizer.json`, or one that `Tokenizer` cannot use.
     """
     path = epath.Path(path).expanduser()
     if not path.exists():

@@ -40,7 +40,7 @@ def key(config: config_lib.DataConfig, source: str, num_parts: int) -> str:
 
 
 def load(config: config_lib.DataConfig) -> tokenizer_lib.Tokenizer:
-    """Returns the tokenizer of a config that trains none: of bytes, or from a file."""
+    """Returns the tokenizer of a config that needs no training: of bytes, or from a file."""
     loaded = (
         tokenizer_lib.byte_tokenizer()
         if config.tokenizer == "byte"
@@ -59,7 +59,7 @@ def tokenizer(
     *,
     shown: bool,
 ) -> tokenizer_lib.Tokenizer:
-    """Returns the tokenizer of a config; trains it unless that was done before on the same text.
+    """Returns the tokenizer of a config; trains it if it has not been trained on this text before.
 
     Args:
       key: result of `key`.
@@ -89,7 +89,7 @@ def is_trained(config: config_lib.DataConfig, key: str) -> bool:
 
 
 def _load(folder: epath.Path) -> tokenizer_lib.Tokenizer:
-    """Loads a tokenizer of the cache; raises a DamagedDataError if it is damaged."""
+    """Loads a stored tokenizer; raises a DamagedDataError if it is damaged."""
     try:
         if (folder / manifest.DIGESTS).exists():
             files = json_text.parse((folder / manifest.DIGESTS).read_bytes())
@@ -107,7 +107,7 @@ def _training_texts(
     on_error: readers.OnError,
     doing: progress.waiting,
 ) -> Iterator[str]:
-    """Yields training text from the start of every part, about as many characters of each."""
+    """Yields training text from the start of every part, about equally many characters of each."""
     characters = 0
     limit = TOKENIZER_CHARACTERS // len(parts)
     for part in parts:

@@ -140,7 +140,7 @@ def test_what_was_made_of_a_source_that_changed_is_made_again(config, expected, 
 
 def test_a_part_that_nobody_made_is_told(config):
     job = begin_preparation(config)
-    with pytest.raises(DataError, match=r"\d+ of \d+ parts are not made \(the first is 0\)"):
+    with pytest.raises(DataError, match=r"\d+ of \d+ parts are missing \(the first is 0\)"):
         job.finish()
 
 

@@ -179,7 +179,7 @@ def test_training_is_deterministic(bpe, small_texts, tmp_path):
 
 
 def test_vocabulary_beyond_the_text_is_refused():
-    message = r"vocab_size = 1000: only (\d+) reached.*Use \1 or less, or more text"
+    message = r"vocab_size = 1000: must be at most (\d+) for this training split.* more text"
     with pytest.raises(ValueError, match=message):
         tokenizer_lib.train(["a few words, a few words"], 1000)
 
