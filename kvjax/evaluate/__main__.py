@@ -285,7 +285,7 @@ def _about(options, saved: trained.SavedModel, data: Mapping, dialogue, box) -> 
             calculator=options.calculator,
             humaneval=options.humaneval,
             sandbox=" + ".join(box.layers) if box else "",
-            dtype=str(trained.compute_of(saved, options.dtype).dtype),
+            dtype=str(trained.compute_of(saved.experiment, options.dtype).dtype),
             limit=options.limit,
         ),
     )

@@ -1,9 +1,12 @@
 """Checkpoints of a run: atomic, asynchronous, and independent of the mesh.
 
 A checkpoint holds the training state (parameters, optimizer, step, random key) and the position in
-the data. A damaged checkpoint is set aside and the one before it restored; any other failure (I/O,
-memory) stops the run, since older state would silently replace a good checkpoint. All processes of
-a job write and read one checkpoint together, each the shards of its devices.
+the data. All processes of a job write and read one checkpoint together, each the shards of its
+devices.
+
+A run that finds its latest checkpoint damaged sets it aside and restores the one before. Any other
+failure to load (I/O, memory) ends the run: it must not fall back to older state and overwrite a
+checkpoint that is good.
 """
 
 from collections.abc import Callable
@@ -22,7 +25,7 @@ from kvjax.workdir import storage
 
 CHECKPOINTS = "checkpoints"  # the folder in a workdir
 SNAPSHOTS = "snapshots"  # the folder of parameters kept for analysis (`snapshot_every`)
-# Reading a shard reads every chunk that it touches: the chunk size bounds the excess.
+# Reading a shard reads whole chunks, so small chunks read less that is not needed.
 CHUNK_BYTES = 1 << 24
 
 
@@ -46,7 +49,7 @@ class Checkpoints:
         context.array.saving.storage_options.chunk_byte_size = CHUNK_BYTES
         self._checkpointer = ocp.training.Checkpointer(
             self.directory,
-            # The training loop decides when to save.
+            # Saves whenever `save` is called.
             save_decision_policy=policies.save_decision_policies.FixedIntervalPolicy(1),
             preservation_policy=policies.preservation_policies.LatestN(self._keep),
             cleanup_tmp_directories=True,
@@ -59,7 +62,7 @@ class Checkpoints:
         return [c.step for c in self._checkpointer.checkpoints if c.step in self._complete]
 
     def save(self, step: int, state: Any, position: int) -> None:
-        """Starts a save; returns once the arrays are copied off the devices.
+        """Starts an asynchronous save; returns once the arrays are copied off the devices.
 
         Raises:
           OSError: the previous save failed (see `wait`).
@@ -77,8 +80,8 @@ class Checkpoints:
         """Waits for the pending save.
 
         Raises:
-          OSError: it failed, as on a full disk. Earlier checkpoints are intact, its partial files
-            are removed, and later saves work once there is room.
+          OSError: the save failed, for example on a full disk. Earlier checkpoints are intact, the
+            partial files of the failed one are removed, and later saves work once there is room.
         """
         if self._pending is None:
             return
@@ -89,9 +92,9 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _reporting(self, step: int):
-        """Raises any failure of a save as an OSError, after removing its partial files.
+        """Raises any failure of a save as an OSError, after removing the partial files.
 
-        With several processes the next start removes them, since others may still be writing.
+        With several processes, which may still be writing, the next start removes them instead.
         """
         try:
             yield
@@ -104,7 +107,7 @@ class Checkpoints:
     def _remove_unfinished(self) -> None:
         """Reopens the folder, which removes partial files of a failed save."""
         self._pending = None
-        with contextlib.suppress(Exception):  # `wait` reports the failed save once
+        with contextlib.suppress(Exception):  # the failed save, which `_reporting` reports
             self._checkpointer.close()
         self._open()  # cleanup_tmp_directories
 
@@ -148,7 +151,8 @@ class Checkpoints:
     def _load(self, step: int, abstract_state: Any) -> tuple[dict | None, str, str]:
         """Loads one checkpoint; returns (items, "", ""), (None, damage, "") or (None, "", failure).
 
-        Damage is a reason, failure (anything else that prevents loading) a whole message.
+        `damage` is the reason why a damaged checkpoint cannot be read. `failure` is a whole message
+        for anything else that prevents loading.
         """
         path = self.directory / str(step)
         abstract = {"state": abstract_state, "data": {"position": np.zeros((), np.int64)}}
@@ -165,13 +169,13 @@ class Checkpoints:
                     "fix the cause and run the same command again"
                 )
                 return None, "", failure
-            # Orbax raises the same types for other shapes and for damage.
+            # Orbax raises the same types for arrays of other shapes as for damage.
             expected = storage.shapes_of(abstract_state)
             with contextlib.suppress(Exception):  # the index may be damaged too
                 try:
                     stored = storage.shapes(path / "state")
                 except FileNotFoundError as missing:
-                    return None, str(missing), ""  # a plainer message than Orbax's
+                    return None, str(missing), ""  # plainer than Orbax's message
                 if stored != expected:
                     return None, "", _mismatch(path, stored, expected)
             return None, reason, ""
@@ -198,8 +202,8 @@ def read_parameters(directory: epath.Path, step: int, abstract_params: Any) -> A
 
     Args:
       step: one of `storage.steps`.
-      abstract_params: a tree of ShapeDtypeStructs; their shardings and dtypes, which may differ
-        from training, are those of the result.
+      abstract_params: a tree of ShapeDtypeStructs with the shardings and dtypes of the result,
+        which may differ from those in training.
 
     Raises:
       UserError: the checkpoint holds other names or shapes, or cannot be read.
@@ -215,12 +219,13 @@ def read_parameters(directory: epath.Path, step: int, abstract_params: Any) -> A
 
 
 def start_reading(directory: epath.Path, step: int, abstract_params: Any) -> Callable:
-    """Starts to read the parameters of one checkpoint onto one device.
+    """Starts to read the parameters of one checkpoint onto one device, in threads.
 
-    Arguments and errors as of `read_parameters`, and the same numbers; Orbax takes longer.
+    Takes the arguments of `read_parameters`, raises the same errors and reads the same numbers, but
+    faster than Orbax.
 
     Returns:
-      A function that waits, and returns the tree of parameters.
+      A function that waits and returns the tree of parameters.
     """
     path = directory / str(step)
     leaves, tree = jax.tree.flatten(abstract_params)
@@ -242,14 +247,18 @@ def start_reading(directory: epath.Path, step: int, abstract_params: Any) -> Cal
 
 
 def fingerprint(directory: epath.Path, step: int) -> str:
-    """Returns `storage.fingerprint` of a checkpoint's state; a UserError if it is incomplete."""
+    """Returns `storage.fingerprint` of a checkpoint's state.
+
+    Raises:
+      UserError: the checkpoint is incomplete.
+    """
     path = directory / str(step)
     with _reading(path):
         return storage.fingerprint(path / "state")
 
 
 def check_parameters(directory: epath.Path, step: int, abstract_params: Any) -> None:
-    """Raises the UserErrors of `read_parameters` that need no array data."""
+    """Raises the UserErrors of `read_parameters` that can be found without reading arrays."""
     path = directory / str(step)
     with _reading(path):
         _check_parameters(path, abstract_params)
@@ -292,5 +301,5 @@ def _mismatch(path: epath.Path, stored: dict, expected: dict) -> str:
     return (
         f"{path} holds another model than the config describes:\n"
         + "\n".join(rows)
-        + "\nGive the workdir that it was trained in, with its config.json as it was"
+        + "\nGive the workdir that it was trained in, with an unchanged config.json"
     )

@@ -1,4 +1,4 @@
-"""The chat format of a workdir's model."""
+"""Makes the dialogue (chat format) of a workdir's model."""
 
 from kvjax.conversation import dialogue, render
 from kvjax.conversation.dialogue import Dialogue
@@ -6,14 +6,14 @@ from kvjax.workdir.trained import SavedModel
 
 
 def of(saved: SavedModel, *, limit: int = render.LIMIT, day: str = "") -> Dialogue:
-    """Returns a dialogue in the nine special tokens, or in the model's published template.
+    """Returns a dialogue that uses the nine special tokens, or else the model's published template.
 
     Args:
       limit: tokens that prompts in special tokens are cut to.
-      day: date for templates, as 2026-11-27; "": today.
+      day: date for templates, such as 2026-11-27; "": today.
 
     Raises:
-      UserError: the tokenizer has no such tokens, and there is no template.
+      UserError: the tokenizer lacks the special tokens, and there is no template.
     """
     return dialogue.make(
         saved.tokenizer,

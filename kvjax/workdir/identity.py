@@ -1,8 +1,8 @@
-"""Ties a workdir to one process at a time, one config, and one data set.
+"""Restricts a workdir to one config and one data set, and to one process at a time.
 
 A resumed run must compute the same numbers, so only the mesh and the keys of `_FREE_KEYS` may
-differ. `train.num_steps`, for instance, may not: learning rates depend on it. To end a run early,
-set `train.stop_after`.
+change. `train.num_steps` may not, because learning rates depend on it; to end a run early, set
+`train.stop_after`.
 """
 
 from collections.abc import Callable
@@ -26,8 +26,8 @@ from kvjax.workdir import lineage, origin, storage, trackers
 from kvjax.workdir.checkpoint import CHECKPOINTS, SNAPSHOTS
 
 _EARLIER = "earlier-run"
-# Files of a run beside its checkpoints. `_RECORDS` show that a step was taken, and are moved last:
-# if the move is killed, the next start finds them and moves the rest.
+# Files of a run beside its checkpoints. `_RECORDS` exist only if the run took a step. They are
+# moved last, so that after a killed move the next start still finds them and moves the rest.
 _RECORDS = ("sample.txt", "timing.jsonl", "metrics.jsonl")
 _IDENTITY_FILES = ("config.json", "config.txt", "dataset.json", "tokenizer.json")
 _TRACKED = ("events", "profile", trackers.STATE, "wandb")
@@ -40,7 +40,7 @@ _FILES = (
     *_TRACKED,
     *_RECORDS,
 )
-# Keys of `train` that change no number of a run: logging, saving, stopping, the sample.
+# Keys of `train` that do not affect what a run computes: logging, saving, stopping, the sample.
 NEUTRAL_KEYS = (
     "log_every",
     "eval_every",
@@ -64,8 +64,8 @@ _FREE_KEYS = {
 def exclusive(workdir: epath.Path):
     """Creates and locks the workdir; raises a UserError if another process holds the lock.
 
-    The operating system releases the lock when the process ends, however that happens. Workdirs in
-    buckets have no lock.
+    The operating system releases the lock when the process ends, even if it is killed. Workdirs in
+    buckets are not locked.
     """
     workdir.mkdir(parents=True, exist_ok=True)
     if in_bucket(workdir) or distributed.index():
@@ -82,10 +82,9 @@ def exclusive(workdir: epath.Path):
 
 
 def set_aside_earlier_run(workdir: epath.Path) -> None:
-    """Moves a run's files into a folder of their own if its checkpoints are gone, with a warning.
+    """If a run's checkpoints are gone, moves its other files into a new folder, with a warning.
 
-    A run that starts at its first step would overwrite them. Files of a run that took no step hold
-    nothing to keep.
+    The new run in this workdir would overwrite them. Does nothing if the earlier run took no step.
     """
     if storage.steps(workdir / CHECKPOINTS):
         return
@@ -108,7 +107,7 @@ def identity(config: ml_collections.ConfigDict, dtype: jnp.dtype) -> dict:
     """Returns the part of a config that may not change when a run is resumed.
 
     Args:
-      dtype: of the computation; "auto" would resolve differently on another platform.
+      dtype: resolved dtype of the computation, since "auto" depends on the platform.
     """
     tree = {k: dict(v) if hasattr(v, "items") else v for k, v in config.items() if k != "mesh"}
     tree["compute"]["dtype"] = str(dtype)
@@ -120,16 +119,16 @@ def identity(config: ml_collections.ConfigDict, dtype: jnp.dtype) -> dict:
 def check_config(workdir: epath.Path, config: ml_collections.ConfigDict, dtype: jnp.dtype) -> None:
     """Raises a UserError if a workdir has checkpoints of another config or dtype.
 
-    Prepared data may have moved: `check_data` compares their contents. A key that only one of the
-    two configs has counts as the default in the other.
+    A key that one of the two configs lacks counts as its default. The folder of prepared data may
+    differ, since `check_data` compares the contents.
     """
     defaults = config_lib.defaults(config.attention.kind)
 
     def same(key: str, stored, new) -> bool:
         if key == "compute.dtype" and stored == "auto":  # older workdirs store it unresolved
             warn(
-                f"{workdir} does not say in which dtype it was trained: it goes on in {new} "
-                "(--config.compute.dtype gives another)"
+                f"{workdir} does not say in which dtype it was trained: the run goes on in {new} "
+                "(set another with --config.compute.dtype)"
             )
             return True
         if key == "data.source" and is_prepared(stored) and is_prepared(new):
@@ -143,8 +142,8 @@ def check_config(workdir: epath.Path, config: ml_collections.ConfigDict, dtype: 
         workdir / "config.json",
         identity(config, dtype),
         same=same,
-        advice="Give the same values to resume it (--config.compute.dtype=auto depends on the "
-        "platform: give a dtype)",
+        advice="Give the same values to resume it (and a dtype, since --config.compute.dtype=auto "
+        "depends on the platform)",
     )
 
 
@@ -155,17 +154,17 @@ def check_data(workdir: epath.Path, dataset: loader.PackedDataset) -> None:
         _data_identity(dataset),
         # Older workdirs store the folder's name instead of the digest.
         same=lambda key, stored, new: stored in (new, dataset.path.name),
-        advice=f"The rows or the tokenizer in {dataset.path} are not those it was trained on: give "
-        "those to resume it",
+        advice=f"The run was trained on other rows or another tokenizer than in {dataset.path}: "
+        "give the same data to resume it",
     )
     path = workdir / manifest.TOKENIZER
     if not (path.exists() and storage.steps(workdir / CHECKPOINTS)):
         return
     if tokenizer.load(path).vocabulary() != dataset.tokenizer.vocabulary():
         raise UserError(
-            f"{path} is not the tokenizer of {dataset.path}, and was left as it is: give the data "
-            "that the run was trained on to resume it, or another --workdir for a new run. If the "
-            "file is wrong, move it away"
+            f"{path} is not the tokenizer of {dataset.path}: give the data that the run was "
+            "trained on to resume it, or another --workdir for a new run. If the file is wrong, "
+            "move it away"
         )
 
 
@@ -175,7 +174,7 @@ def write_run_identity(
     dtype: jnp.dtype,
     dataset: loader.PackedDataset,
 ) -> None:
-    """Writes the run's identity; call after the checks above."""
+    """Writes the run's identity; call after `check_config` and `check_data`."""
     write_identity(workdir / "config.json", identity(config, dtype))
     write_atomically(workdir / "config.txt", to_text(config))
     write_identity(workdir / "dataset.json", _data_identity(dataset))
@@ -185,7 +184,7 @@ def write_run_identity(
 
 
 def write_model_identity(workdir: epath.Path, config: ml_collections.ConfigDict) -> None:
-    """Writes the identity of a converted model, with the dtype left to the platform."""
+    """Writes the identity of a converted model, whose dtype stays as in the config ("auto")."""
     write_identity(workdir / "config.json", identity(config, config.compute.dtype))
 
 
@@ -205,26 +204,26 @@ def check_identity(
     Args:
       path: a file of `write_identity` in the workdir.
       identity: nested JSON values.
-      same: (dotted key, stored value, new value) -> True if they are equivalent; None for a
-        missing value.
+      same: (dotted key, stored value, new value) -> True if the values are equivalent; a missing
+        value is None.
       advice: how to resume the stored run.
     """
     if not storage.steps(path.parent / CHECKPOINTS):
         return
     if not path.exists():
         raise UserError(
-            f"{path.parent} has checkpoints and no {path.name} that says what they belong to: "
-            "choose another --workdir"
+            f"{path.parent} has checkpoints, but no {path.name} that describes their run: choose "
+            "another --workdir"
         )
-    stored = dict(_flat(json_text.read_object(path, "restore it, or choose another --workdir")))
-    new = dict(_flat(json.loads(json.dumps(identity))))
+    stored = dict(_leaves(json_text.read_object(path, "restore it, or choose another --workdir")))
+    new = dict(_leaves(json.loads(json.dumps(identity))))
     keys = sorted(stored.keys() | new.keys())
     differing = [k for k in keys if not same(k, stored.get(k), new.get(k))]
     if differing:
         rows = [f"  {k}: there {stored.get(k)!r}, now {new.get(k)!r}" for k in differing[:12]]
         rows += [f"  and {len(differing) - 12} more"] if len(differing) > 12 else []
         raise UserError(
-            f"{path.parent} holds another run, and was left as it is:\n"
+            f"{path.parent} holds another run:\n"
             + "\n".join(rows)
             + f"\n{advice}, or another --workdir for a new run"
         )
@@ -235,9 +234,9 @@ def write_identity(path: epath.Path, identity: dict) -> None:
     write_atomically(path, json.dumps(identity, indent=1, sort_keys=True) + "\n")
 
 
-def _flat(tree: Any, prefix: str = ""):
+def _leaves(tree: Any, prefix: str = ""):
     if isinstance(tree, dict):
         for key, value in tree.items():
-            yield from _flat(value, f"{prefix}.{key}" if prefix else str(key))
+            yield from _leaves(value, f"{prefix}.{key}" if prefix else str(key))
     else:
         yield prefix, tree

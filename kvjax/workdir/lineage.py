@@ -1,6 +1,7 @@
 """Records the parent of a run in `parent.json`.
 
-The parent may train on, move or be deleted; a hash of its parameters identifies it.
+The record contains a hash of the parent's parameters, since the parent itself may be moved, deleted
+or trained further.
 """
 
 import hashlib
@@ -18,19 +19,19 @@ _PARAMETERS = "params."
 
 
 def write(workdir: epath.Path, parent: epath.Path, checkpoints: epath.Path, step: int) -> None:
-    """Writes the parent's workdir, step, and hash of its parameters."""
+    """Writes the parent's workdir and step, and the hash of its parameters."""
     content = {"workdir": str(parent), "step": step, "sha256": digest(checkpoints / str(step))}
     write_atomically(workdir / PARENT, json.dumps(content, indent=1) + "\n")
 
 
 def remove(workdir: epath.Path) -> None:
-    """Removes the file that an earlier run, which took no step, has left."""
+    """Removes the file, which an earlier run that took no step may have left."""
     if (workdir / PARENT).exists():
         (workdir / PARENT).unlink()
 
 
 def digest(checkpoint: epath.Path) -> str:
-    """Hashes the names, shapes, dtypes and values of parameters, independent of their chunks."""
+    """Hashes names, shapes, dtypes and values of a checkpoint's parameters, in any chunking."""
     item, digest = checkpoint / "state", hashlib.sha256()
     for name, shape in sorted(storage.shapes(item).items()):
         if not name.startswith(_PARAMETERS):

@@ -1,8 +1,8 @@
-"""Records of a run: metrics.jsonl, timing.jsonl, curves.png; `trackers` get them too.
+"""Records of a run: metrics.jsonl, timing.jsonl and curves.png. Trackers get the records too.
 
-metrics.jsonl is a function of config and data alone: a run that was killed and resumed writes the
-same bytes as one that was not. Times go to timing.jsonl. Every record ends with its checksum
-(`json_text.with_checksum`), which older workdirs lack.
+metrics.jsonl is a function of config and data alone, so that a run that was killed and resumed
+writes the same bytes as an uninterrupted one. Times go to timing.jsonl. Every record ends with its
+checksum (`json_text.with_checksum`), except in older workdirs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,12 +32,12 @@ TIMING = "timing.jsonl"
 class JsonLines:
     """A tracker that appends to a .jsonl file, after dropping records beyond `resume_step`.
 
-    A file with damaged lines is set aside, and a new one continues its valid records. Its errors
-    end the run, unlike errors of other trackers.
+    A file with damaged lines is set aside; a new file starts with its valid records. Unlike errors
+    of other trackers, errors of this one end the run.
 
     Args:
       path: the file, on this machine.
-      before: the file as an earlier process left it, perhaps in a bucket.
+      before: the file that an earlier process left, perhaps in a bucket.
     """
 
     def __init__(self, path: pathlib.Path, before: epath.Path, *, resume_step: int):
@@ -65,7 +65,7 @@ class JsonLines:
         opened = os.fstat(self._file.fileno())
         if not (self.path.exists() and os.path.samestat(self.path.stat(), opened)):
             rescued = _rescue(self.path, self._file)
-            raise OSError(f"{self.path} was moved or removed while the run went on{rescued}")
+            raise OSError(f"{self.path} was moved or removed during the run{rescued}")
 
     def close(self) -> None:
         self._file.close()
@@ -74,8 +74,7 @@ class JsonLines:
 class MetricsWriter:
     """Writes the records of a run to metrics.jsonl, timing.jsonl and trackers.
 
-    Files are written locally; for a workdir in a bucket `flush` copies them there, and a failed
-    copy is a warning, since the next flush repeats it.
+    Files are written locally. If the workdir is in a bucket, `flush` copies them there.
 
     Attributes:
       folder: local folder of the files.
@@ -100,11 +99,11 @@ class MetricsWriter:
         )
 
     def write(self, step: int, **values: float) -> None:
-        """Appends a record that config and data determine."""
+        """Appends a record of values that config and data determine."""
         self._append(METRICS, step, values)
 
     def write_timing(self, step: int, **values: float) -> None:
-        """Appends a record that depends on the machine."""
+        """Appends a record of values that depend on the machine."""
         self._append(TIMING, step, values)
 
     def _append(self, name: str, step: int, record: dict[str, float]) -> None:
@@ -112,7 +111,7 @@ class MetricsWriter:
         self._trackers.write(step, record)
 
     def flush(self) -> None:
-        """Copies all files to a bucket; a failed copy is a warning.
+        """Copies all files to the bucket, if any; a failure is only a warning.
 
         Raises:
           OSError: a file was moved or removed.
@@ -134,7 +133,7 @@ class MetricsWriter:
             if self._copy() and (failure := self._copy()):  # a second try: no flush follows
                 warn(
                     f"THE RECORDS OF THIS RUN WERE NOT COPIED to {self._remote}: {failure}. They "
-                    f"are in {self._local} on this machine: copy them before it is gone"
+                    f"are in {self._local} on this machine: copy them before they are lost"
                 )
 
     def _copy(self) -> str:
@@ -153,7 +152,7 @@ class MetricsWriter:
 
 
 class NullWriter:
-    """A `MetricsWriter` that writes nothing, for all processes but the first."""
+    """Stands in for `MetricsWriter` on all processes but the first, and writes nothing."""
 
     folder = None
 
@@ -172,10 +171,10 @@ class Clock:
     """Measures the durations of steps, without pauses and without the first step.
 
     Args:
-      tokens_per_step: over all devices.
+      tokens_per_step: tokens per step over all devices.
       flops_per_token: `costs.formulas.training_flops_per_token`, without recomputation.
-      num_devices: of the job, all of one kind.
-      local_devices: of this process, whose memory statistics it can read.
+      num_devices: number of devices of the job, all of one kind.
+      local_devices: devices of this process, the only ones whose memory statistics it can read.
     """
 
     def __init__(
@@ -215,10 +214,10 @@ class Clock:
     def lap(self) -> dict[str, float]:
         """Returns a record for timing.jsonl of the steps since the last lap; {} if there are none.
 
-        It has tokens_per_second since the first step, in all and per device; the 50 and 90 %
-        quantiles and the maximum of the lap's step_seconds; mfu, relative to the datasheet's dense
-        bfloat16 peak, for known devices; and hbm_peak_bytes, the maximum over this process's
-        devices since its start, if they report it.
+        The record has tokens_per_second since the first step (in total and per device); the 50 and
+        90 % quantiles and the maximum of the lap's step_seconds; for known devices mfu, relative to
+        the datasheet's dense bfloat16 peak; and, if devices report it, hbm_peak_bytes, the maximum
+        over this process's devices since its start.
         """
         seconds, self._recent = self._recent, []
         if not seconds:
@@ -240,10 +239,10 @@ class Clock:
 
 
 def _rescue(path: pathlib.Path, file: io.FileIO) -> str:
-    """Saves the content of a deleted file; returns the end of an error message that says where.
+    """Saves a deleted file's content under another name; returns text for the error message.
 
     Args:
-      path: the path that the file had.
+      path: former path of the file.
     """
     if os.fstat(file.fileno()).st_nlink:  # moved, not deleted
         return ""
@@ -258,17 +257,18 @@ def _line(record: dict) -> str:
 
 
 def read_records(path: epath.Path) -> list[dict]:
-    """Returns the valid records of a .jsonl file, which may be missing.
+    """Returns the valid records of a .jsonl file; [] if there is no file.
 
-    A record has a step and numbers. A killed run may leave a partial last line, which is skipped.
+    A valid record has a step, and only numbers. A partial last line, which a killed run may leave,
+    is skipped.
     """
     return read_checked(path)[0]
 
 
 def read_checked(path: epath.Path) -> tuple[list[dict], str]:
-    """Returns `read_records` and a description of the first invalid line, or "".
+    """Returns the records of `read_records`, and a description of the first invalid line or "".
 
-    A partial last line is not invalid, but a whole record with a damaged line end is.
+    A partial last line is not invalid; a complete record with a damaged line end is.
     """
     content = path.read_bytes() if path.exists() else b""
     records, broken = [], ""
@@ -297,7 +297,7 @@ def _record(line: bytes) -> dict | None:
 def _set_aside(path: epath.Path, why: str) -> None:
     target = unused(path.parent / f"unreadable-{path.name}")
     target.write_bytes(path.read_bytes())
-    warn(f"{path}: {why}. It was kept as {target}, and its records go on in {path.name}")
+    warn(f"{path}: {why}. The file was kept as {target}; a new {path.name} has its valid records")
 
 
 def draw_curves(
@@ -311,8 +311,8 @@ def draw_curves(
     """Draws training loss and validation bits per byte against tokens to curves.png.
 
     Args:
-      mechanism: its colour is the curves' (`attention.family`, `theme.COLORS`).
-      folder: holds metrics.jsonl, if not the workdir.
+      mechanism: key of `theme.COLORS` for the curves, see `attention.family`.
+      folder: folder of metrics.jsonl; None: the workdir.
       yardstick: bits per byte of `xz -9e` on the validation text, drawn as a line.
     """
     # Not pyplot, whose backend belongs to the caller.

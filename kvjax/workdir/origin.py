@@ -1,6 +1,6 @@
-"""Copies of the parent's files in a workdir: context, chat template, token files.
+"""Copies a parent's chat template, token files and context into a workdir, and reads them there.
 
-The parent, a run or a published model, may be deleted later.
+They are copied because the parent, a run or a published model, may be deleted later.
 """
 
 from collections.abc import Mapping
@@ -25,12 +25,12 @@ TokenFiles = Mapping[str, dict]  # TOKENIZER_CONFIG and GENERATION_CONFIG, parse
 
 
 def inherit(workdir: epath.Path, parent: epath.Path | None, context: int = 0) -> None:
-    """Copies the parent's files, and removes copies of an earlier run that took no step.
+    """Copies the parent's files, and removes copies that an earlier run without a step made.
 
-    Files that the user put there are kept.
+    Keeps files that the user has put there.
 
     Args:
-      parent: its workdir; None: the run starts from random weights.
+      parent: workdir of the parent; None: the run starts from random weights.
       context: length in tokens that the parent was trained on.
     """
     _remove_copies(workdir)
@@ -38,7 +38,7 @@ def inherit(workdir: epath.Path, parent: epath.Path | None, context: int = 0) ->
         return
     texts = {name: text_of(parent / name) for name in _COPIED if (parent / name).exists()}
     new = [name for name in texts if not (workdir / name).exists()]
-    # The list of copies comes first: after a kill in between, no copy looks like a user's file.
+    # The list of copies is written first, so that after a kill no copy is taken for a user's file.
     write_atomically(workdir / _CONTEXT, json.dumps({"context": context, "files": new}) + "\n")
     for name, text in texts.items():
         if name in new:
@@ -89,7 +89,7 @@ def token_files(folder: epath.Path) -> dict[str, dict]:
 
 
 def token_ids(files: TokenFiles, kind: str, vocab_size: int) -> list[int]:
-    """Returns GENERATION_CONFIG's ids of a kind ("bos", "eos", "pad"), if in the vocabulary."""
+    """Returns the ids of a kind ("bos", "eos", "pad") in GENERATION_CONFIG that are valid ids."""
     ids = files.get(GENERATION_CONFIG, {}).get(f"{kind}_token_id")
     ids = ids if isinstance(ids, list) else [ids]
     return [i for i in ids if type(i) is int and 0 <= i < vocab_size]

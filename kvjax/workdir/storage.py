@@ -1,12 +1,12 @@
-"""Storage of checkpoints: Orbax's format with a checksum of every byte that loading uses.
+"""Storage of checkpoints: Orbax's format, with a checksum of every byte that loading uses.
 
-Importing this module patches Orbax 0.12 in three places that it has no options for:
+Importing this module patches Orbax 0.12 in three places, for which Orbax has no options:
 
-- Every chunk of an array is a zstd frame with its checksum (32 bits of XXH64 of the content), which
-  any reader verifies, on any mesh. Orbax has checksums of the index and of OCDBT's nodes only, so a
-  damaged chunk may decode to other numbers.
-- A failure is reported once, by the caller, without Orbax's log of every thread's traceback.
-- Globbing escapes the folder's own path, which may have brackets: Orbax wrote no index there.
+- Every chunk of an array is a zstd frame with a checksum (32 bits of XXH64 of the content), which
+  every reader verifies. Orbax itself has checksums of the index and of OCDBT's nodes only, so that
+  a damaged chunk may decode to wrong numbers.
+- Orbax does not log the traceback of every thread that fails; the caller reports the failure once.
+- Globbing escapes the folder's own path; otherwise Orbax writes no index if the path has brackets.
 """
 
 from collections.abc import Callable, Mapping
@@ -35,19 +35,19 @@ from kvjax import distributed
 from kvjax.foundation.errors import first_line
 from kvjax.foundation.files import in_bucket
 
-# Raised by decoding wrong or missing bytes. Bucket clients raise OSErrors and types of their own,
-# runtimes RuntimeErrors: none of these means that a file is damaged.
+# Types raised for wrong or missing bytes. Other types (OSErrors, RuntimeErrors, those of bucket
+# clients) do not mean that a file is damaged.
 _DAMAGED = (ValueError, LookupError, TypeError, AttributeError, AssertionError, FileNotFoundError)
-# Codes of TensorStore for wrong bytes. The others (UNAVAILABLE, PERMISSION_DENIED, UNKNOWN for
-# an I/O error, RESOURCE_EXHAUSTED) are failures of the machine. Errors without a code are wrong
-# values.
+# TensorStore's codes for wrong bytes; an error without a code also means wrong bytes. Other codes
+# (UNAVAILABLE, PERMISSION_DENIED, UNKNOWN for an I/O error, RESOURCE_EXHAUSTED) are failures of the
+# machine.
 _DAMAGE_CODES = ("DATA_LOSS", "NOT_FOUND", "OUT_OF_RANGE")
-# Codecs report damage as FAILED_PRECONDITION, a code that disks' refusals may have too; only the
-# former have these words.
+# Codecs report damage as FAILED_PRECONDITION, as disks report a refusal. Only the codecs' messages
+# contain these words.
 _CODEC = re.compile("ZSTD_|checksum|[Dd]igest")
 _CODE = re.compile("[A-Z_]+(?=: )")
 _ARRAY = re.compile('"([^"]+)/(?:zarr\\.json|c(?:/[0-9]+)*)"')
-_INDEX = "manifest.ocdbt"  # of an item: names all its data files
+_INDEX = "manifest.ocdbt"  # file in an item's folder that names the item's data files
 _DETAILS = re.compile(r" \[(tensorstore_spec|source locations|os_error_code).*", re.DOTALL)
 
 
@@ -59,7 +59,8 @@ def _with_checksums(build):
         metadata = build(*args, **kwargs)
         (sharding,) = metadata["codecs"]
         (zstd,) = (c for c in sharding["configuration"]["codecs"] if c["name"] == "zstd")
-        # Level 1 compresses weights as well as Orbax's level 3, and saves the checksum's time.
+        # Level 1 compresses weights as well as Orbax's level 3, and saves as much time as the
+        # checksum takes.
         zstd["configuration"] |= {"checksum": True, "level": 1}
         return metadata
 
@@ -70,7 +71,7 @@ tensorstore_utils._build_zarr3_metadata = _with_checksums(tensorstore_utils._bui
 
 
 def _with_escaped_folder(find):
-    """Wraps etils' glob, which Orbax calls, so that the folder's own path is no pattern."""
+    """Wraps etils' glob, which Orbax calls, so that only `pattern` is a pattern, not the folder."""
 
     @functools.wraps(find)
     def find_escaped(folder: epath.Path, pattern: str):
@@ -83,15 +84,15 @@ _PathClass = type(epath.Path())
 _PathClass.glob = _with_escaped_folder(_PathClass.glob)
 
 
-def _is_raised_too(record: logging.LogRecord) -> bool:
-    """Returns True for log records of failures in Orbax, which are also raised."""
+def _is_also_raised(record: logging.LogRecord) -> bool:
+    """Returns True for log records of failures that Orbax or TensorStore also raises."""
     trace = record.exc_info[2] if record.exc_info else None
     text = " ".join([record.pathname, record.getMessage(), *_files(trace)])
     return "orbax" in text or "tensorstore" in text
 
 
-def _without_orbax(previous_hook, unraisable):
-    """Drops unraisable errors of reads that outlive the event loop of a failed load."""
+def _drop_orbax_errors(previous_hook, unraisable):
+    """Drops Python's unraisable errors from reads that outlive the event loop of a failed load."""
     closed = str(unraisable.exc_value) == "Event loop is closed"
     if not closed and not any("orbax" in file for file in _files(unraisable.exc_traceback)):
         previous_hook(unraisable)
@@ -102,8 +103,8 @@ def _files(trace: types.TracebackType | None) -> list[str]:
 
 
 for _name in ("absl", "asyncio"):
-    logging.getLogger(_name).addFilter(lambda record: not _is_raised_too(record))
-sys.unraisablehook = functools.partial(_without_orbax, sys.unraisablehook)
+    logging.getLogger(_name).addFilter(lambda record: not _is_also_raised(record))
+sys.unraisablehook = functools.partial(_drop_orbax_errors, sys.unraisablehook)
 warnings.filterwarnings("ignore", "coroutine .* was never awaited")
 
 
@@ -139,9 +140,9 @@ def shapes(item: epath.Path) -> dict[str, tuple[int, ...]]:
 
 
 def fingerprint(item: epath.Path) -> str:
-    """Hashes an item's index, without reading arrays; each save has another hash.
+    """Hashes an item's index, without reading arrays.
 
-    The index names every data file, and each save gives them new random names.
+    Every save has another hash, since it gives new random names to the data files in the index.
     """
     return hashlib.sha256((item / _INDEX).read_bytes()).hexdigest()
 
@@ -156,7 +157,7 @@ def array(item: epath.Path, name: str) -> tensorstore.TensorStore:
     """Opens a stored array without reading it; reads verify checksums.
 
     Args:
-      name: dotted, as in `shapes`.
+      name: dotted name, as in `shapes`.
     """
     return _open(item, name).result()
 
@@ -167,14 +168,14 @@ def _open(item: epath.Path, name: str) -> tensorstore.Future:
 
 
 def start_reading(item: epath.Path, arrays: Mapping[str, jax.ShapeDtypeStruct]) -> Callable:
-    """Starts to read arrays whole, in TensorStore's threads; reads verify checksums.
+    """Starts to read whole arrays in TensorStore's threads; reads verify checksums.
 
     Args:
-      arrays: shapes as stored, and the dtypes to cast to, by dotted name.
+      arrays: by dotted name, the stored shape and the dtype to cast to.
 
     Returns:
-      A function that waits and returns NumPy arrays by name, aligned so that JAX on a CPU takes
-      them without a copy; it raises the error of a failed read.
+      A function that waits and returns NumPy arrays by name, or raises the error of a failed read.
+      The arrays are aligned so that JAX on a CPU can use them without a copy.
     """
     opened = {name: _open(item, name) for name in arrays}  # in parallel
     buffers, writes = {}, []
@@ -194,7 +195,7 @@ def start_reading(item: epath.Path, arrays: Mapping[str, jax.ShapeDtypeStruct]) 
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Allocates an array at a multiple of 64 bytes, XLA's alignment on a CPU."""
+    """Allocates an array at an address that is a multiple of 64, XLA's alignment on a CPU."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
     memory = np.empty(size + 64, np.uint8)
     start = -memory.ctypes.data % 64
@@ -202,13 +203,16 @@ def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 
 def shapes_of(tree) -> dict[str, tuple[int, ...]]:
-    """Returns shapes by dotted name, as `shapes`, of a tree of arrays or ShapeDtypeStructs."""
+    """Returns the shapes of a tree of arrays or ShapeDtypeStructs by dotted name, like `shapes`."""
     leaves, _ = jax.tree.flatten_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): x.shape for path, x in leaves}
 
 
 def listing_error(path: epath.Path) -> OSError | None:
-    """Returns the error of listing a checkpoint's folders: its files may only seem missing."""
+    """Returns the error of listing a checkpoint's folders, or None.
+
+    A folder that cannot be listed makes its files seem to be missing.
+    """
     try:
         for item in path.iterdir():
             if item.is_dir():
@@ -223,7 +227,7 @@ def listing_error(path: epath.Path) -> OSError | None:
 def is_damage(error: Exception) -> bool:
     """Returns True if a load failed because bytes are wrong or missing.
 
-    Failures of the machine (I/O, permissions, memory) are no damage: good checkpoints raise them.
+    Returns False for failures of the machine (I/O, permissions, memory).
     """
     cause = _deepest(error)
     code = _CODE.match(str(cause))
@@ -232,13 +236,13 @@ def is_damage(error: Exception) -> bool:
 
 
 def reason(error: BaseException) -> str:
-    """Returns one line from the deepest cause, which has the useful text."""
+    """Returns one line about the deepest cause of an error, whose text is the most useful."""
     cause = _deepest(error)
     text = _DETAILS.sub("", str(cause))
     code, array = _CODE.match(text), _ARRAY.search(text)
     if '": ' not in text or not (code or array):
         return f"{type(cause).__name__}: {first_line(cause)}"
-    # TensorStore's text: a status code, the operation from array down to file, and the cause.
+    # TensorStore's text has a status code, the operation (from array to file), and the cause.
     parts = [code and code[0], array and array[1], first_line(text.rpartition('": ')[2])]
     return ": ".join(filter(None, parts))
 
@@ -263,8 +267,8 @@ def single_process_context() -> ocp.Context:
 def align_operation_ids() -> None:
     """Advances Orbax's operation counter to the largest of all processes.
 
-    Orbax names its barriers by it: after a load that failed in some processes only, they would wait
-    at different barriers of the next save.
+    Orbax names its barriers by the counter. After a load that failed on some processes only, the
+    counters differ, and in the next save processes would wait at different barriers.
     """
     counter = synchronization.OperationIdGenerator  # there is no public interface
     most = max(map(int, distributed.gather("operations", counter.get_current_operation_id())))

@@ -1,8 +1,8 @@
-"""Writes parameters as a checkpoint layer by layer, for models that do not fit into memory.
+"""Writes a checkpoint layer by layer, for models that do not fit into memory.
 
-The result is a checkpoint of Orbax with the checksums of `storage`, as training saves them. Orbax
-writes whole arrays only, and an array holds all layers of a layer group. Here slices are written
-with TensorStore, by Orbax's specification of the array; Orbax's own functions write the metadata.
+The result is a checkpoint like those of training, in Orbax's format with the checksums of
+`storage`. Orbax itself writes whole arrays only, and an array holds all layers of a layer group.
+Here TensorStore writes slices of the arrays, and Orbax's functions write the metadata.
 """
 
 import collections
@@ -53,31 +53,33 @@ def writing(directory: epath.Path, *, step: int = 0, shapes: dict) -> Iterator[C
             for layer in range(32):
                 write(("segments", 0, "mlp", "up"), up_DM, index=layer)
 
-    The function takes the keys of an array, and the array or its slice `index` along the first
-    axis. Calls may come in any order; the memory of the array may be reused after its call. Memory
-    used: IN_FLIGHT_BYTES, and the slices of each array of up to CHUNK_BYTES until all are written.
+    The function takes the keys of an array, and either the whole array or, with `index`, one slice
+    along its first axis. Calls may come in any order, and after a call the memory of its argument
+    may be reused. Uses IN_FLIGHT_BYTES of memory; arrays of up to CHUNK_BYTES are also kept in
+    memory until their last slice.
 
     If the block raises, there is no checkpoint. A killed process leaves a temporary folder, which
-    nothing reads and the next call for this step removes.
+    is never read, and which the next call for this step removes.
 
-    Only one process may write; `identity.exclusive` locks a workdir.
+    Only one process may write (see `identity.exclusive`).
 
     Args:
       directory: absolute path of a workdir's checkpoints, created if missing.
-      shapes: a tree of ShapeDtypeStructs with the dtypes to store, as `model.parameters.abstract`.
+      shapes: a tree of ShapeDtypeStructs with the dtypes to store; see `model.parameters.abstract`.
 
     Raises:
       UserError: the checkpoint exists already.
-      ValueError: other names, shapes or dtypes than in `shapes`; a slice written twice or never.
-      OSError: a failed write (a full disk), with the message of `Checkpoints`.
+      ValueError: an array's name, shape or dtype is not in `shapes`; a slice is written twice or
+        never.
+      OSError: a write failed (such as on a full disk); the message is that of `Checkpoints`.
     """
     path = epath.Path(directory) / str(step)
     exists = path.exists()
-    if in_bucket(path):  # a folder without its commit file is left by a killed process
+    if in_bucket(path):  # a killed process leaves a folder without a commit file
         exists = step in storage.steps(path.parent)
     if exists:
-        raise UserError(f"{path} is there already: move it away, or write another step")
-    # Committed last: by a rename on a disk, by a commit file in a bucket.
+        raise UserError(f"{path} exists already: move it away, or write another step")
+    # `finalize` renames it on a disk, or writes a commit file in a bucket.
     temporary = atomicity_defaults.get_default_temporary_path_class(path).from_final(path)
     state = {"params": shapes, "step": jax.ShapeDtypeStruct((), jnp.int32)}
     arrays = _Arrays(temporary.get() / _ITEM, state)
@@ -101,7 +103,7 @@ def writing(directory: epath.Path, *, step: int = 0, shapes: dict) -> Iterator[C
             asyncio_utils.run_sync(temporary.finalize())
     except BaseException:
         arrays.abandon()
-        with contextlib.suppress(Exception):  # the block's own error is raised
+        with contextlib.suppress(Exception):  # else it would hide the block's error
             temporary.get().rmtree()
         raise
 
@@ -120,7 +122,7 @@ class _Arrays:
     """Writer of one checkpoint item's arrays.
 
     Args:
-      folder: of the item; it may not exist yet.
+      folder: folder of the item, which need not exist yet.
       shapes: a tree of ShapeDtypeStructs.
     """
 
@@ -130,9 +132,9 @@ class _Arrays:
         self._infos = jax.tree.map_with_path(self._info, shapes)
         self._by_name = {info.name: info for info in jax.tree.leaves(self._infos)}
         self._shapes = dict(zip(self._by_name, jax.tree.leaves(shapes), strict=True))
-        # Unwritten slices along the first axis; a scalar has one.
+        # name -> True for every slice along the first axis (a scalar has one) still to be written
         self._missing = {n: np.ones(x.shape[:1] or 1, bool) for n, x in self._shapes.items()}
-        self._gathered = {}  # name -> small array with slices missing
+        self._gathered = {}  # name -> small array that waits for its last slices
         self._opened = {}  # name -> (TensorStore array, Orbax ArrayMetadata)
         self._in_flight = collections.deque()  # (bytes, future)
         self._in_flight_bytes = 0
@@ -150,7 +152,7 @@ class _Arrays:
         )
 
     def check(self, name: str, array: np.ndarray, index: int | None) -> None:
-        """Raises a ValueError for an array written before, or of another shape or dtype."""
+        """Raises a ValueError if an array or slice was written before, or does not fit `shapes`."""
         whole, missing = self._shapes[name], self._missing[name]
         where, shape = name, whole.shape
         if index is not None:
@@ -182,7 +184,7 @@ class _Arrays:
             self._put(name, array, 0, whole.shape)
         elif math.prod(whole.shape) * whole.dtype.itemsize > CHUNK_BYTES:
             self._put(name, array[None], index, (1, *whole.shape[1:]))
-        else:  # a single chunk, which every slice would rewrite: gather the slices first
+        else:  # one chunk holds all slices: gather them, instead of rewriting it for every slice
             if name not in self._gathered:
                 self._gathered[name] = np.empty(whole.shape, whole.dtype)
             self._gathered[name][index] = array
@@ -208,8 +210,9 @@ class _Arrays:
     def _open(self, name: str, write_shape: tuple) -> tuple:
         """Creates an array in TensorStore; returns it with Orbax's metadata.
 
-        An array written whole has the chunks of `Checkpoints`. An array written in slices has
-        chunks of one layer that are smaller, so that reading a shard costs about the same excess.
+        An array that is written whole has the chunks of `Checkpoints`. For an array that is written
+        in slices, a chunk covers part of one layer. Chunks are then smaller; otherwise reading a
+        shard of all layers would read too many bytes that it does not need.
         """
         whole = self._shapes[name]
         layers = 1 if write_shape == whole.shape else whole.shape[0]
@@ -224,13 +227,13 @@ class _Arrays:
             process_index=0,
         )
         spec = tensorstore.Spec(specification.json)
-        # Creation is asynchronous; assume_metadata opens the array before its metadata is on disk.
+        # Creation is asynchronous: assume_metadata allows writes before the metadata is on disk.
         self._in_flight.append((0, tensorstore.open(spec, context=self._context, create=True)))
         array = tensorstore.open(spec, context=self._context, open=True, assume_metadata=True)
         return array.result(), specification.metadata
 
     def _wait(self, most: int) -> None:
-        """Waits until at most `most` bytes are in flight; if negative, until nothing is."""
+        """Waits until at most `most` bytes are in flight; if it is negative, for all writes."""
         while self._in_flight and self._in_flight_bytes > most:
             size, future = self._in_flight.popleft()
             self._in_flight_bytes -= size
@@ -263,7 +266,11 @@ class _Arrays:
 
 
 def _write_metadata(folder: epath.Path, started: int) -> None:
-    """Writes Orbax's metadata of the checkpoint; `started` in nanoseconds since the epoch."""
+    """Writes Orbax's metadata of the checkpoint.
+
+    Args:
+      started: start of the save, in nanoseconds since the epoch.
+    """
     handler = ocp.handlers.PyTreeHandler
     metadata = step_metadata_serialization.InternalCheckpointMetadata.create(
         handler_typestrs={_ITEM: f"{handler.__module__}.{handler.__qualname__}"},

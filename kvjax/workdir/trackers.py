@@ -1,4 +1,4 @@
-"""Trackers: TensorBoard, Weights & Biases, or a user's own, beside a run's JSON lines.
+"""Trackers, which get the records of a run: TensorBoard, Weights & Biases, or a user's own.
 
 A tracker has `write(step, record)` and `close()`. Only the first process of a job has trackers.
 """
@@ -27,17 +27,16 @@ _OPTION = "--trackers"
 
 @runtime_checkable
 class Tracker(Protocol):
-    """Takes the records of a run, each once, in the order of their steps.
+    """Receives every record of a run once, in the order of steps.
 
-    An exception from a tracker is printed as a warning. The tracker gets no more records, and the
-    run goes on.
+    If a tracker raises an exception, it gets no more records; the run goes on with a warning.
     """
 
     def write(self, step: int, record: Mapping[str, float]) -> None:
         """Takes one record; a step may have several, with different names."""
 
     def close(self) -> None:
-        """Ends the run's records; called once."""
+        """Called once, after the last record."""
 
 
 def parse(text: str) -> tuple[str, ...]:
@@ -59,7 +58,7 @@ def parse(text: str) -> tuple[str, ...]:
 
 
 def check(trackers: Sequence[str | Tracker]) -> None:
-    """Raises a UserError for an invalid tracker, and if Weights & Biases has no account to use."""
+    """Raises a UserError for an invalid tracker, or if Weights & Biases is not logged in."""
     if isinstance(trackers, str):
         raise UserError(f"trackers = {trackers!r}: must be a list, as [{trackers!r}]")
     for tracker in trackers:
@@ -82,7 +81,7 @@ def _check_account() -> None:
         return
     try:
         known = wandb.login(prompt=False)
-    except Exception:  # no network: a warning, once the run begins
+    except Exception:  # no network: `Trackers` warns when the run begins
         return
     if not known:
         raise UserError(
@@ -98,13 +97,13 @@ def _mode(wandb) -> str:
 class Trackers:
     """Several trackers as one; those that fail are dropped with a warning.
 
-    A resumed run repeats the records since its checkpoint. TensorBoard is told to drop the earlier
-    copies; other trackers do not get the records again: `trackers.json` has the last step that each
-    tracker has received.
+    A resumed run repeats the records since its checkpoint. TensorBoard gets them again, and is told
+    to drop the earlier ones. Other trackers do not get them again; `trackers.json` stores the last
+    step that each has received.
 
     Args:
       folder: local folder of the workdir's files.
-      workdir: names the run and holds its config.
+      workdir: provides the run's name and config.
       resume_step: step of the checkpoint that the run resumes from.
     """
 
@@ -158,11 +157,11 @@ def _failed(name: str, when: str, error: Exception) -> None:
 
 
 class _State:
-    """A JSON object that survives kills: the last step that each tracker has received.
+    """The last step that each tracker has received, stored as a JSON object.
 
     Args:
-      path: the file.
-      before: the file as an earlier process left it.
+      path: the file, which is replaced atomically.
+      before: the file that an earlier process left.
     """
 
     def __init__(self, path: pathlib.Path, before: epath.Path):
@@ -181,10 +180,10 @@ class _State:
 
 
 class _Once:
-    """Passes on the records that no earlier process of the run has passed on.
+    """Passes records to a tracker, except those that an earlier process of the run has passed on.
 
     Args:
-      by_step: the tracker sends a step's records once the next step begins.
+      by_step: the tracker keeps a step's records until the next step begins.
     """
 
     def __init__(self, name: str, tracker: Tracker, state: _State, *, by_step: bool = False):
@@ -203,7 +202,7 @@ class _Once:
         earlier, self._now = self._now, (step, set(new))
         if step == earlier[0]:
             self._now[1].update(earlier[1])
-        # Saved before the record is passed on: a kill in between loses a record, and repeats none.
+        # Saves first: a kill in between then loses a record rather than repeating one.
         if not self._by_step:
             self._save(*self._now)
         elif step > earlier[0]:
@@ -221,9 +220,10 @@ class _Once:
 
 
 class TensorBoard:
-    """Writes an event file in the caller's thread.
+    """Writes an event file.
 
-    tensorboardX's SummaryWriter writes from a thread of its own; if that fails, its caller blocks.
+    Does not use tensorboardX's SummaryWriter, whose own thread writes; if that fails, its caller
+    blocks.
     """
 
     def __init__(self, directory: pathlib.Path, *, resume_step: int):
@@ -233,7 +233,7 @@ class TensorBoard:
         self._proto, self._scalar = event_pb2, summary.scalar
         directory.mkdir(parents=True, exist_ok=True)
         self._writer = event_file_writer.EventsWriter(str(directory / "events"))
-        # TensorBoard drops events of a killed run beyond this step.
+        # Tells TensorBoard to drop events beyond this step, which a killed process has written.
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
         self._event(step=resume_step + 1, session_log=start)
 
@@ -252,7 +252,7 @@ class TensorBoard:
 class WeightsAndBiases:
     """Logs to the project WANDB_PROJECT ("kvjax"), or with WANDB_MODE=offline to WORKDIR/wandb.
 
-    A resumed run goes on under its id. The config's keys are those of `--config.KEY`.
+    A resumed run keeps its id. Config keys are named as in `--config.KEY`.
     """
 
     def __init__(self, folder: pathlib.Path, workdir: epath.Path, state: _State):

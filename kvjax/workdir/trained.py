@@ -31,7 +31,7 @@ class SavedModel:
     workdir: epath.Path
     step: int
     experiment: config_lib.Experiment
-    tokenizer: Tokenizer  # with the end and control tokens that the model was published with
+    tokenizer: Tokenizer  # with the end and control tokens of the published model, if it is one
     context: int  # longest rows that the model was trained on, in tokens
     token_files: origin.TokenFiles
     template: str | None  # chat template, Jinja
@@ -54,14 +54,14 @@ class LoadedModel:
 
 
 def load(workdir: epath.Path, *, step: int | None = None, dtype: str = "") -> LoadedModel:
-    """Loads a checkpoint's model onto one device, in the dtypes it is used in.
+    """Loads a checkpoint's model onto one device, in compute dtypes.
 
     Args:
-      step: of the checkpoint; None: the latest.
+      step: step of the checkpoint; None: the latest.
       dtype: overrides the run's config.compute.dtype.
 
     Raises:
-      UserError: no workdir, no such checkpoint, or one that cannot be read.
+      UserError: the workdir or the checkpoint does not exist, or cannot be read.
     """
     return start_loading(workdir, step=step, dtype=dtype)()
 
@@ -74,18 +74,18 @@ def start_loading(
     programs: bool = False,
     implementation: str | None = None,
 ) -> Callable[..., LoadedModel]:
-    """Starts to read a model in threads; arguments and errors as of `load`.
+    """Starts to read a model in threads; for further arguments and errors see `load`.
 
     Args:
-      programs: load also the stored programs of `Generator(..., stored=True)`.
-      implementation: of decode attention, as of `Generator`.
+      programs: also load the stored programs of `Generator(..., stored=True)`.
+      implementation: implementation of decode attention, as in `Generator`.
 
     Returns:
-      A function of the `SavedModel` (None: what `find` returns) that waits for the model.
+      A function that waits for the model. It takes the model's `SavedModel`; None: calls `find`.
     """
     workdir = runtime.workdir(workdir)
     experiment, step = experiment_of(workdir), _existing_step(workdir, step)
-    config, compute = experiment.model, _compute(experiment, dtype)
+    config, compute = experiment.model, compute_of(experiment, dtype)
     if programs:
         engine.start_loading(config, compute, implementation=implementation)
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -105,16 +105,12 @@ def start_loading(
     return finish
 
 
-def compute_of(saved: SavedModel, dtype: str = "") -> Compute:
-    """Resolves a model's compute options for this machine.
+def compute_of(experiment: config_lib.Experiment, dtype: str = "") -> Compute:
+    """Resolves a run's compute options for this machine.
 
     Args:
       dtype: overrides the run's config.compute.dtype.
     """
-    return _compute(saved.experiment, dtype)
-
-
-def _compute(experiment: config_lib.Experiment, dtype: str) -> Compute:
     compute = experiment.compute
     if dtype:
         one_of("dtype", dtype, config_lib.DTYPES)
@@ -123,11 +119,11 @@ def _compute(experiment: config_lib.Experiment, dtype: str) -> Compute:
 
 
 def find(workdir: epath.PathLike, *, step: int | None = None) -> SavedModel:
-    """Finds a workdir's checkpoint of a step (None: the latest).
+    """Finds the checkpoint of a step in a workdir (None: the latest).
 
     Raises:
-      UserError: no workdir, no such checkpoint, or a tokenizer or file of `origin` that cannot be
-        read.
+      UserError: the workdir or the checkpoint does not exist; the tokenizer or a file of `origin`
+        cannot be read.
     """
     workdir = runtime.workdir(workdir)
     experiment = experiment_of(workdir)
@@ -141,7 +137,7 @@ def find(workdir: epath.PathLike, *, step: int | None = None) -> SavedModel:
             tokenizer = Template(tokenizer, template, token_files).tokenizer
         except LimitError as error:
             _warn_once(f"{workdir}: {error}; until then its control tokens are ordinary text")
-        except UserError:  # an invalid template is an error only where it is used
+        except UserError:  # an invalid template is reported only if it is used
             pass
     return SavedModel(
         workdir,
@@ -155,7 +151,7 @@ def find(workdir: epath.PathLike, *, step: int | None = None) -> SavedModel:
 
 
 def _existing_step(workdir: epath.Path, step: int | None) -> int:
-    """Returns the step, or the latest for None; a UserError without such a checkpoint."""
+    """Returns `step` (None: the latest), or raises a UserError if it has no checkpoint."""
     steps = storage.steps(workdir / checkpoint.CHECKPOINTS)
     if not steps:
         raise UserError(f"{workdir} has no checkpoint yet: train on, or give another --workdir")
@@ -177,7 +173,7 @@ def snapshots(workdir: epath.PathLike) -> list[SavedModel]:
 
 
 def named(key: str, text: str) -> SavedModel:
-    """Finds the model that a config's key names, as WORKDIR or WORKDIR@STEP.
+    """Finds the model that a config key's value names: WORKDIR or WORKDIR@STEP.
 
     Raises:
       UserError: see `find`; the message starts with the key.
@@ -196,7 +192,7 @@ def experiment_of(workdir: epath.Path) -> config_lib.Experiment:
     """Resolves a workdir's config.json with the default mesh.
 
     Raises:
-      UserError: no workdir, or a config that cannot be read.
+      UserError: the workdir does not exist, or its config cannot be read.
     """
     path = runtime.workdir(workdir) / "config.json"
     if not path.exists():
@@ -210,7 +206,7 @@ def experiment_of(workdir: epath.Path) -> config_lib.Experiment:
             f"{workdir} is a published model, and no workdir yet: `python -m kvjax.convert "
             f"--source={workdir} --out=runs/NAME` makes one"
         )
-    try:  # config.json has no mesh: it is no part of a run's identity
+    try:  # config.json has no mesh, since that is not part of a run's identity
         return config_lib.resolve(ml_collections.ConfigDict(tree | {"mesh": {}}))
     except (UserError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise UserError(f"{path}: {error}") from error
@@ -225,8 +221,8 @@ def _tokenizer(workdir: epath.Path, vocab_size: int) -> Tokenizer:
     path = workdir / manifest.TOKENIZER
     if not path.exists():
         raise UserError(
-            f"{path} is missing: run the command that trained {workdir} again, which writes the "
-            "file (if the run is complete, it changes nothing else)"
+            f"{path} is missing: run the command that trained {workdir} again. It writes the file, "
+            "and if the run is complete it changes nothing else"
         )
     tokenizer = tokenizer_lib.load(path)
     if tokenizer.vocab_size > vocab_size:  # fewer is fine: published models have unused rows

@@ -105,22 +105,22 @@ def test_a_resumed_run_keeps_its_identity(source, tmp_path, capsys):
         identity.write_run_identity(workdir, config, wide, of_other)
         assert claims(workdir) == before  # a tokenizer that weights belong to stays
 
-    holds = f"{workdir} holds another run, and was left as it is:\n"
+    holds = f"{workdir} holds another run:\n"
     new = ", or another --workdir for a new run"
     config.model.num_layers = 3
     assert _message(identity.check_config, workdir, config, jnp.dtype("bfloat16")) == (
         f"{holds}  compute.dtype: there 'float32', now 'bfloat16'\n"
         "  model.num_layers: there 2, now 3\n"
-        "Give the same values to resume it (--config.compute.dtype=auto depends on the "
-        f"platform: give a dtype){new}"
+        "Give the same values to resume it (and a dtype, since --config.compute.dtype=auto "
+        f"depends on the platform){new}"
     )
     other_rows = types.SimpleNamespace(**vars(data) | dict(digest="abd"))
     assert _message(identity.check_data, workdir, other_rows) == (
         f"{holds}  dataset: there 'abc', now 'abd'\n"
-        f"The rows or the tokenizer in {other_rows.path} are not those it was trained on: give "
-        f"those to resume it{new}"
+        f"The run was trained on other rows or another tokenizer than in {other_rows.path}: give "
+        f"the same data to resume it{new}"
     )
-    start = f"{workdir}/tokenizer.json is not the tokenizer of {of_other.path}, and was left as"
+    start = f"{workdir}/tokenizer.json is not the tokenizer of {of_other.path}: give the data"
     assert _message(identity.check_data, workdir, of_other).startswith(start)
     identity.write_identity(workdir / "dataset.json", dict(dataset="one"))  # as older workdirs
     identity.check_data(workdir, data)
@@ -136,8 +136,8 @@ def test_a_resumed_run_keeps_its_identity(source, tmp_path, capsys):
     assert not capsys.readouterr().err
     identity.check_config(workdir, config, wide)
     assert capsys.readouterr().err == (
-        f"WARNING: {workdir} does not say in which dtype it was trained: it goes on in float32 "
-        "(--config.compute.dtype gives another)\n"
+        f"WARNING: {workdir} does not say in which dtype it was trained: the run goes on in "
+        "float32 (set another with --config.compute.dtype)\n"
     )
     config.train.seed += 1
     config.data.source = source[0]
@@ -187,7 +187,7 @@ def test_prepared_rows_may_move_and_not_change(source, tmp_path, prepared, monke
     shutil.copytree(other.path, one)
     two.rename(tmp_path / "three")
     shutil.copytree(other.path, two)
-    with pytest.raises(UserError, match="rows or the tokenizer in .* are not those it was tr"):
+    with pytest.raises(UserError, match="trained on other rows or another tokenizer than in"):
         go_on(two, stop_after=30)
     assert claims(workdir) == before and not (workdir / "checkpoints" / "30").exists()
     shutil.rmtree(two)
@@ -217,7 +217,7 @@ def test_an_identity_binds_only_where_there_are_checkpoints(tmp_path):
     (path.parent / "checkpoints" / "10").mkdir()
     assert "rank: there 16, now 8" in _message(identity.check_identity, path, {"rank": 8})
     path.unlink()
-    assert "has checkpoints and no config.json" in _message(identity.check_identity, path, {})
+    assert "has checkpoints, but no config.json" in _message(identity.check_identity, path, {})
 
 
 def leave_a_run(workdir: epath.Path) -> dict[str, str]:

@@ -94,7 +94,7 @@ def test_a_file_that_is_moved_or_removed_is_noticed(tmp_path):
             rescued = tmp_path / change / f"replaced-{name}"
         if change == "replace":
             (tmp_path / change / name).write_text("")
-        with pytest.raises(OSError, match=f"{name} was moved or removed while the run went on"):
+        with pytest.raises(OSError, match=f"{name} was moved or removed during the run"):
             writer.flush()
         writer.close()
         assert metrics.read_records(epath.Path(rescued)) == [dict(step=1, loss=2.0)]

@@ -48,7 +48,7 @@ def test_orbax_failures_are_not_logged_beside_their_exception():
         kind, error, trace = raised(file, OSError(text))
         unraisable = types.SimpleNamespace(exc_value=error, exc_traceback=trace)
         kept.clear()
-        storage._without_orbax(kept.append, unraisable)
+        storage._drop_orbax_errors(kept.append, unraisable)
         assert bool(kept) == is_kept
         if text == "disk":
             record = logging.LogRecord(

@@ -278,7 +278,7 @@ def test_an_exception_leaves_nothing(tmp_path, params, shapes, error, small_chun
 def test_nothing_is_overwritten(tmp_path, params):
     folder = epath.Path(tmp_path)
     save_streamed(folder, params)
-    with pytest.raises(UserError, match=f"^{folder}/0 is there already"):
+    with pytest.raises(UserError, match=f"^{folder}/0 exists already"):
         save_streamed(folder, jax.tree.map(np.zeros_like, params))
     assert_loads(folder, params)
     save_streamed(folder, params, step=1)
@@ -360,6 +360,6 @@ def test_in_a_bucket_a_file_marks_a_complete_checkpoint(bucket, monkeypatch, par
     names = files(bucket / "runs" / "one" / "0")
     assert "commit_success.txt" in names and "state/left" not in names
     assert_loads(epath.Path(bucket) / "runs" / "one", params)
-    with pytest.raises(UserError, match="gs://runs/one/0 is there already"):
+    with pytest.raises(UserError, match="gs://runs/one/0 exists already"):
         save_streamed(folder, params)
     assert_loads(epath.Path(bucket) / "runs" / "one", params)
