@@ -1,7 +1,7 @@
 """Trains the model that a config describes.
 
     python -m kvjax.main --config=configs/lrkv_tiny.py
-    # shorter, with another rank, in a folder of its own
+    # a shorter run with another rank, in its own folder
     python -m kvjax.main --config=configs/lrkv_tiny.py --workdir=runs/rank_8 \\
         --config.train.num_steps=200 --config.attention.rank=8
 
@@ -26,9 +26,11 @@ def _parser() -> command_line.Parser:
     add("--workdir", default="", help=text)
     text = "refuse to start if preparing the data is estimated to take more hours than this "
     add("--prepare_hours", type=float, default=PREPARE_HOURS, help=f"{text}({PREPARE_HOURS:g})")
-    text = "where records go beside metrics.jsonl: tensorboard, wandb, both with a comma, or none"
+    text = (
+        "who gets the records beside metrics.jsonl: tensorboard, wandb, tensorboard,wandb or none"
+    )
     add("--trackers", default=",".join(trackers.DEFAULT), help=f"{text} (tensorboard)")
-    text = "write a trace of this many steps, after the first ones, to WORKDIR/profile (0)"
+    text = "number of steps to trace, after the first three; the trace goes to WORKDIR/profile (0)"
     add("--profile_steps", type=int, default=0, help=text)
     job = parser.add_argument_group(
         "several processes",
@@ -39,9 +41,9 @@ def _parser() -> command_line.Parser:
     add("--coordinator", help="host:port of process 0 (KVJAX_COORDINATOR)")
     add("--num_processes", type=int, help="number of processes (KVJAX_NUM_PROCESSES)")
     add("--process_id", type=int, help="index of this process, from 0 (KVJAX_PROCESS_ID)")
-    text = "seconds that processes wait for each other at the start (300)"
+    text = "seconds to wait for the other processes at the start (300)"
     add("--connect_seconds", type=int, default=300, help=text)
-    text = "seconds of silence after which a process counts as lost (100)"
+    text = "seconds without a heartbeat after which a process counts as lost (100)"
     add("--heartbeat_seconds", type=int, default=100, help=text)
     return parser
 
@@ -50,7 +52,7 @@ def main(arguments: list[str]) -> None:
     """Trains; see the module's docstring."""
     parser = _parser()
     if "--help" in arguments or "-h" in arguments:
-        from kvjax import config_help  # keys with their meaning: imports the model
+        from kvjax import config_help  # imports the model, so only for --help
 
         parser.epilog = config_help.text()
     options = parser.parse(arguments)

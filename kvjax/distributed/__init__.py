@@ -1,7 +1,7 @@
 """Several processes as one job: they connect, agree, and end together.
 
-They exchange text through JAX's coordination service, a key-value store in process 0, without
-devices or collectives. Whatever ends one process ends all, each with one message and a status:
+Processes exchange text through JAX's coordination service, a key-value store in process 0, without
+devices or collectives. If one process ends, all end, each with one message and an exit status:
 
     0    trained to the end, or to `train.stop_after`
     2    a user error; the message says what to change
@@ -10,8 +10,9 @@ devices or collectives. Whatever ends one process ends all, each with one messag
     129  saved when its terminal closed (SIGHUP; not under `nohup`); resumes likewise
     1    a bug, with its traceback
 
-A lost process is noticed at once if gloo (CPU) sees its connection close, or if it was process 0;
-else the coordination service ends the other processes after `heartbeat_seconds` of silence.
+The loss of a process is noticed at once if gloo (on CPU) sees its connection close, or if it was
+process 0. Otherwise the coordination service ends the other processes after `heartbeat_seconds`
+without a heartbeat.
 """
 
 from kvjax.distributed.agreement import (

@@ -31,7 +31,7 @@ def count() -> int:
 
 
 def index() -> int:
-    """Returns the index of this process; files that a job writes once are process 0's."""
+    """Returns the index of this process; process 0 writes the files that a job has once."""
     return _state().process_id if count() > 1 else 0
 
 
@@ -41,7 +41,7 @@ def gather(name: str, text: str) -> list[str]:
     All processes must make the same calls in the same order.
 
     Args:
-      name: name of this exchange, part of its keys in the store.
+      name: name of this exchange, for its keys in the store; may be reused.
     """
     if count() == 1:
         return [text]
@@ -51,7 +51,7 @@ def gather(name: str, text: str) -> list[str]:
     return [_wait_for(f"{key}/{i}") for i in range(count())]
 
 
-_exchanges = collections.Counter()  # by name: keys of the store are written once
+_exchanges = collections.Counter()  # exchanges by name, since a key in the store is written once
 
 
 def _wait_for(key: str) -> str:
@@ -84,7 +84,7 @@ def check_same_rows(path: epath.Path, digest: str, advice: str) -> None:
     """Raises a UserError on every process if their data sets at `path` differ.
 
     Args:
-      advice: what to give all hosts, for the message.
+      advice: end of the message: what to give all hosts.
     """
     digests = gather("dataset", digest)
     if differing := [i for i, other in enumerate(digests) if other != digests[0]]:
@@ -95,7 +95,7 @@ def check_same_rows(path: epath.Path, digest: str, advice: str) -> None:
 
 
 def _differing(name: str, own: dict[str, Any]) -> list[str]:
-    """Returns a line for each key with different values, naming the processes of each value."""
+    """Returns a line for each key whose values differ; it names the processes of each value."""
     all_settings = [json.loads(text) for text in gather(name, json.dumps(own, default=str))]
     rows = []
     for key in sorted(set().union(*all_settings)):
@@ -114,13 +114,13 @@ def processes(indices: list[int]) -> str:
 
 
 def folder_leaders(name: str, folder: epath.Path) -> list[int]:
-    """Returns for each process the lowest index of the processes with the same folder.
+    """Finds out which processes share a folder; returns for each process the lowest index.
 
-    Each process writes a file and looks for the others' files.
+    Each process writes a file to its folder and looks for the files of the others.
 
     Args:
-      name: name of this exchange, part of its keys in the store.
-      folder: this process's path to it; created if missing.
+      name: name of this exchange, for its keys in the store.
+      folder: path on this process; created if missing.
     """
     if count() == 1:
         return [0]
@@ -140,13 +140,13 @@ def folder_leaders(name: str, folder: epath.Path) -> list[int]:
 
 
 def check_shared(workdir: epath.Path) -> None:
-    """Raises a UserError on every process if one does not see process 0's workdir."""
+    """Raises a UserError on every process unless all see process 0's workdir."""
     blind = [i for i, leader in enumerate(folder_leaders("workdir", workdir)) if leader]
     if blind:
         raise UserError(
             f"--workdir={workdir}: {processes(blind)} of {count()} cannot see what process 0 "
-            "writes there, and all processes write one checkpoint together. Give a folder that "
-            "all hosts mount at the same place (NFS, Filestore, Lustre), or a bucket (gs://)"
+            "writes there, but all processes write to one checkpoint. Give a folder that all hosts "
+            "mount at the same path (NFS, Filestore, Lustre), or a bucket (gs://)"
         )
 
 

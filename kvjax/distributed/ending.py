@@ -1,4 +1,4 @@
-"""Ends a job as one: an error in one process ends all, with one message and status."""
+"""Ends all processes of a job if one of them ends with an error, with one message and status."""
 
 from collections.abc import Callable
 import contextlib
@@ -30,9 +30,10 @@ _LOCAL = re.compile(
 
 
 class _AbortMessage:
-    """Prints a message when C++ aborts this process, as the coordination service does on a loss.
+    """Prints a message when C++ aborts this process.
 
-    The handler is Python code that runs in the aborting thread, so it stays short.
+    JAX's coordination service aborts it when another process is lost. The signal handler is Python
+    code that runs in the aborting thread, so it is short.
     """
 
     def __init__(self):
@@ -57,60 +58,64 @@ class _AbortMessage:
 abort_message = _AbortMessage()
 
 
-def lost(who: str) -> str:
+def lost_message(who: str) -> str:
     """Returns the message for a lost process.
 
     Args:
-      who: the process's index, or where to look for it.
+      who: names the lost process, or says where to find its name.
     """
     return (
         f"another process of this job was lost ({who}), and no step can be taken without it. "
-        "Run the same command on all hosts to go on"
+        "Run the same command on all hosts to resume"
     )
 
 
 @contextlib.contextmanager
 def end_together():
-    """Ends the whole job, with one message, when the block ends with an exception.
+    """Ends the whole job, with one message, if the block raises an exception.
 
-    Only a kill or a crash of the interpreter is left to C++ heartbeats. Does nothing in a job of
-    one process.
+    Does nothing in a job of one process. If a process is killed or its interpreter crashes, the
+    others notice it by JAX's heartbeats.
     """
     if agreement.count() == 1:
         yield
         return
-    threading.excepthook = _print_one_line
-    logging.getLogger("absl").addFilter(_without_traceback)
+    threading.excepthook = _print_thread_exception
+    logging.getLogger("absl").addFilter(_shorten_exception)
     finished = threading.Event()
     watcher = threading.Thread(target=_watch, args=(finished,), daemon=True)
     watcher.start()
     try:
         yield
-        # Process 0 still draws curves; leaving before it would count as a loss.
+        # Waits for process 0, which still draws curves: leaving earlier would count as a loss.
         agreement.gather("end", "")
     except SystemExit:  # after an agreed signal, or before the processes exchanged anything
         raise
     except BaseException as error:
         expected = isinstance(error, (UserError, OSError))
         if isinstance(error, KeyboardInterrupt) or (interrupted.received() and not expected):
-            _end("interrupted", interrupted.STATUS)
-        if (loss := _loss_behind(error)) is not None:
-            # A process that stopped on purpose says why, and `_watch` then ends this one.
+            _publish_and_exit("interrupted", interrupted.STATUS)
+        if (loss := _lost_process_error(error)) is not None:
+            # If the other process stopped with an error, it publishes that, and `_watch` ends this
+            # process with the reason.
             time.sleep(_PATIENCE_SECONDS / 2)
-            _end(f"{lost(_silent())}. ({first_line(loss)})", TRY_AGAIN)
+            _publish_and_exit(
+                f"{lost_message(_silent_processes())}. ({first_line(loss)})", TRY_AGAIN
+            )
         if expected:
-            _end(str(error), 2)
+            _publish_and_exit(str(error), 2)
         traceback.print_exc()
-        _end(f"{type(error).__name__}: {first_line(error)}", 1)
+        _publish_and_exit(f"{type(error).__name__}: {first_line(error)}", 1)
     finally:
         finished.set()
         watcher.join()
 
 
-def _loss_behind(error: BaseException | None) -> BaseException | None:
-    """Returns the runtime error of a lost process among an error and its causes, or None.
+def _lost_process_error(error: BaseException | None) -> BaseException | None:
+    """Returns the runtime error that a lost process has caused, or None.
 
-    It may be the cause of a checkpoint's OSError. NCCL's errors may also mean a lack of memory.
+    Looks through an error and its causes, since a checkpoint's OSError may hide it. Ignores errors
+    that are this process's own, such as NCCL's when memory is short.
     """
     while error is not None:
         text = str(error)
@@ -121,14 +126,14 @@ def _loss_behind(error: BaseException | None) -> BaseException | None:
     return None
 
 
-def _print_one_line(args) -> None:
-    """Replaces tracebacks of threads: a pending save fails in its own when a process is lost."""
+def _print_thread_exception(args) -> None:
+    """Prints a thread's exception as one line; a lost process makes pending saves fail this way."""
     reason = f"{args.exc_type.__name__}: {first_line(args.exc_value)}"
     print(f"thread {args.thread and args.thread.name}: {reason}", file=sys.stderr, flush=True)
 
 
-def _without_traceback(record: logging.LogRecord) -> bool:
-    """Shortens logged exceptions to one line; an error that ends the process has its traceback."""
+def _shorten_exception(record: logging.LogRecord) -> bool:
+    """Shortens logged exceptions to one line; `end_together` prints the traceback that matters."""
     if record.exc_info and record.exc_info[1] is not None:
         error = record.exc_info[1]
         text = f"{record.getMessage()} {type(error).__name__}: {first_line(error)}"
@@ -137,23 +142,23 @@ def _without_traceback(record: logging.LogRecord) -> bool:
 
 
 def _watch(finished: threading.Event) -> None:
-    """Publishes a heartbeat, and ends this process when another one publishes that it stopped."""
+    """Publishes heartbeats, and ends this process when another one publishes that it has ended."""
     client, beats = agreement.client(), 0
     while not finished.wait(_POLL_SECONDS):
         beats += 1
         try:
             client.key_value_set(f"{_ALIVE}{agreement.index()}", str(beats), allow_overwrite=True)
             ended = client.key_value_dir_get(_ENDED)
-        except Exception:  # process 0 is gone: C++ notices too
+        except Exception:  # process 0 is gone, which C++ notices too
             continue
         for key, text in ended:
             status, _, reason = text.partition(" ")
             who = key.rpartition("/")[2]
             if reason and who != str(agreement.index()):
-                _leave(f"process {who} stopped: {reason}", int(status))
+                _say_and_exit(f"process {who} stopped: {reason}", int(status))
 
 
-def _silent() -> str:
+def _silent_processes() -> str:
     """Names the processes whose heartbeats have stopped."""
     client = agreement.client()
     try:
@@ -167,19 +172,19 @@ def _silent() -> str:
     return agreement.processes(silent) if silent else "a connection broke; all processes still live"
 
 
-def _end(reason: str, status: int) -> NoReturn:
+def _publish_and_exit(reason: str, status: int) -> NoReturn:
     """Publishes why this process ends, and ends it."""
-    # Set before publishing: process 0 may read the reason and exit, which aborts this process.
+    # Before publishing, after which process 0 may exit: that aborts this process.
     abort_message.set(status, lambda: reason)
     with contextlib.suppress(Exception):
         agreement.client().key_value_set(f"{_ENDED}{agreement.index()}", f"{status} {reason}")
-    _leave(reason, status)
+    _say_and_exit(reason, status)
 
 
 _leaving = threading.Lock()
 
 
-def _leave(text: str, status: int) -> NoReturn:
+def _say_and_exit(text: str, status: int) -> NoReturn:
     """Prints a message and exits without JAX's clean-up, which would wait for lost processes.
 
     Process 0 stays until the others have read its store.
@@ -191,7 +196,7 @@ def _leave(text: str, status: int) -> NoReturn:
     with contextlib.suppress(Exception):
         sys.stdout.flush()
     client = agreement.client()
-    with contextlib.suppress(Exception):  # no reason: the others have it already
+    with contextlib.suppress(Exception):  # without the reason, which has been published
         client.key_value_set(f"{_ENDED}{agreement.index()}", f"{status} ")
     with contextlib.suppress(Exception):
         if agreement.index() == 0:
@@ -200,7 +205,7 @@ def _leave(text: str, status: int) -> NoReturn:
 
 
 def _wait_for_others(client) -> None:
-    """Returns when all processes have ended, or the heartbeats of the others have stopped."""
+    """Waits until all other processes have ended or stopped their heartbeats."""
 
     def process(key: str) -> str:
         return key.rpartition("/")[2]
@@ -209,7 +214,7 @@ def _wait_for_others(client) -> None:
     while len(ended := dict(client.key_value_dir_get(_ENDED))) < agreement.count():
         gone = {process(key) for key in ended}
         living = {k: n for k, n in client.key_value_dir_get(_ALIVE) if process(k) not in gone}
-        if living != beats:  # on a busy machine, a living process may read the store late
+        if living != beats:  # new heartbeats: a process on a busy machine may be slow to end
             beats, deadline = living, time.monotonic() + _PATIENCE_SECONDS
         if time.monotonic() > deadline:
             return

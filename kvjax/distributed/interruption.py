@@ -1,4 +1,4 @@
-"""Stops the training loop on SIGTERM, Ctrl-C and SIGHUP, after the same step on all processes."""
+"""Stops the training loop on SIGTERM, SIGINT and SIGHUP, after the same step on all processes."""
 
 import contextlib
 import os
@@ -15,28 +15,29 @@ _STOP = "kvjax/stop"
 class Interruption:
     """A stop signal that all processes of a job obey after the same step.
 
-    A process that has dispatched n steps has the results of step n - 1, to which all contributed:
-    no other process is more than one step ahead. It therefore requests a stop after step n + 2;
-    every process reads the request in time. Each step costs one read of the coordination service,
-    while the devices compute.
+    A process that has dispatched n steps has the results of step n - 1, to which all contributed.
+    So no other process is more than one step ahead, and if it requests a stop after step n + 2, all
+    read the request in time. Each step costs one read of the coordination service, while the
+    devices compute.
 
     Attributes:
-      signal: the signal that ended the loop.
+      signal: the signal that ended the loop; None: the loop has not been ended.
     """
 
     def __init__(self):
         self.signal: signal.Signals | None = None
         self._agreed: signal.Signals | None = None
-        # A library may have swallowed an earlier Ctrl-C.
+        # A Ctrl-C before this, even if a library has swallowed the KeyboardInterrupt.
         self._received = signal.SIGINT if interrupted.taken() else None
         self._requested = self._known = False
         self._stop_step: int | None = None
 
     @contextlib.contextmanager
     def handling_signals(self):
-        """Handles the signals, except those that this process ignores (`nohup`).
+        """Handles the signals, except those that this process ignores (as under `nohup`).
 
-        A second signal ends the process at once; SIGHUP may come twice, from terminal and shell.
+        A second signal ends the process at once, except SIGHUP, which both terminal and shell may
+        send.
         """
         terminal = [number for number in (1, 2) if os.isatty(number)]
 
@@ -45,7 +46,7 @@ class Interruption:
             self._received = self._received or signal.Signals(number)
             if number == signal.SIGHUP:
                 signal.signal(number, signal.SIG_IGN)
-                _discard(terminal)  # writing to a closed terminal fails
+                _redirect_to_null(terminal)  # writing to a closed terminal fails
             else:
                 signal.signal(number, signal.SIG_DFL)
                 _write_line(
@@ -62,7 +63,11 @@ class Interruption:
                 signal.signal(number, handler)
 
     def should_stop(self, step: int) -> bool:
-        """Returns True if the loop ends here; call before every step with the steps dispatched."""
+        """Returns True if the loop should end; call before every step.
+
+        Args:
+          step: number of steps dispatched so far.
+        """
         if agreement.count() == 1:
             self.signal = self._received
             return self.signal is not None
@@ -70,11 +75,11 @@ class Interruption:
             self._exchange(step)
         if not self._known or step < self._stop_step:
             return False
-        self.signal = self._agreed  # not earlier: the loop may reach its last step first
+        self.signal = self._agreed  # only now, since the run's last step may come before this one
         return True
 
     def _exchange(self, step: int) -> None:
-        """Requests a stop if this process got a signal; reads the first request of the job."""
+        """Requests a stop if this process got a signal; reads the job's request, if any."""
         from jax.errors import JaxRuntimeError
 
         client = agreement.client()
@@ -92,7 +97,7 @@ class Interruption:
         self._stop_step, self._agreed, self._known = int(step_text), signal.Signals[name], True
 
 
-def _discard(descriptors: list[int]) -> None:
+def _redirect_to_null(descriptors: list[int]) -> None:
     """Redirects file descriptors to /dev/null."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for descriptor in descriptors:

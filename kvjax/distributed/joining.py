@@ -1,11 +1,11 @@
-"""Connects a process to its job: by flags, environment, Slurm, or a TPU pod's metadata."""
+"""Connects a process to its job, found by options, environment, Slurm or a TPU pod's metadata."""
 
 import os
 import socket
 import time
 from typing import Any
 
-from kvjax.distributed.ending import abort_message, lost
+from kvjax.distributed.ending import abort_message, lost_message
 from kvjax.distributed.interruption import TRY_AGAIN
 from kvjax.foundation import progress
 from kvjax.foundation.configuration import at_least, between
@@ -22,15 +22,16 @@ def start(
 ) -> None:
     """Connects this process to its job, if there is one; call before the first use of a device.
 
-    Arguments take precedence over KVJAX_COORDINATOR, KVJAX_NUM_PROCESSES and KVJAX_PROCESS_ID, and
-    these over Slurm's environment and a TPU pod's metadata. A single process starts nothing.
+    Arguments take precedence over the environment's KVJAX_COORDINATOR, KVJAX_NUM_PROCESSES and
+    KVJAX_PROCESS_ID, and these over Slurm and a TPU pod's metadata. Does nothing for a single
+    process.
 
     Args:
       coordinator: host:port of process 0, reachable by all others.
       num_processes: number of processes of the job.
       process_id: index of this process, from 0.
-      connect_seconds: limit of waiting for the others.
-      heartbeat_seconds: silence after which a process counts as lost.
+      connect_seconds: longest time to wait for the other processes.
+      heartbeat_seconds: time without a heartbeat after which a process counts as lost.
 
     Raises:
       UserError: an incomplete or invalid address, or a coordinator that does not answer.
@@ -60,18 +61,18 @@ def start(
         if options["num_processes"] == 1:
             return
         if options["process_id"]:
-            _reach(options["coordinator"], connect_seconds)
+            _wait_for_coordinator(options["coordinator"], connect_seconds)
     import jax
 
     if os.environ.get("JAX_PLATFORMS", "").startswith("cpu"):
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # JAX's preemption service would take SIGTERM, which `Interruption` handles.
+    # JAX's preemption service would install its own handler of SIGTERM; `Interruption` has one.
     jax.config.update("jax_enable_preemption_service", False)
     abort_message.set(
         2,
         lambda: (
-            f"no connection to all processes of the job within {connect_seconds} s: see which one "
-            "did not start, and start all again"
+            f"not all processes of the job connected within {connect_seconds} s: see which one did "
+            "not start, and start all again"
         ),
     )
     if coordinator := cluster.pop("coordinator", None):
@@ -87,7 +88,7 @@ def start(
         raise UserError(
             f"the processes of the job could not be connected ({cluster}): {first_line(error)}"
         ) from error
-    abort_message.set(TRY_AGAIN, lambda: lost("see the lines above for which"))
+    abort_message.set(TRY_AGAIN, lambda: lost_message("see the lines above for which"))
 
 
 def _from_environment(key: str) -> str | int | None:
@@ -110,8 +111,8 @@ def _check(coordinator: str, num_processes: int, process_id: int) -> None:
     between("--process_id", process_id, 0, num_processes - 1)
 
 
-def _reach(coordinator: str, seconds: float) -> None:
-    """Waits until the coordinator accepts connections; JAX's own time-out is a C++ abort."""
+def _wait_for_coordinator(coordinator: str, seconds: float) -> None:
+    """Waits until the coordinator accepts connections; JAX would abort when its time is up."""
     host, _, port = coordinator.rpartition(":")
     deadline = time.monotonic() + seconds
     while True:
@@ -144,10 +145,10 @@ def _cluster() -> dict[str, Any] | None:
 
 
 def _slurm_devices(env: dict[str, str]) -> list[int] | None:
-    """Returns the visible GPUs of this task; None: JAX's rule, GPU i for task i of a host.
+    """Returns this task's GPUs, or None for JAX's rule: task i of a host uses GPU i.
 
-    The rule is wrong for a single task per host, which gets all GPUs, and for tasks that see one
-    GPU each (--gpus-per-task=1).
+    The rule is wrong for a single task per host, which should use all GPUs, and for tasks that see
+    one GPU each (--gpus-per-task=1).
     """
     visible = [d for d in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if d]
     per_host = env.get("SLURM_STEP_TASKS_PER_NODE", "").partition("(")[0]

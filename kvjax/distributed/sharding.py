@@ -1,10 +1,10 @@
 """The mesh, and the sharding of weights by the letters of their axes.
 
-    data      rows of the batch; weights are replicated
-    fsdp      rows of the batch; weights are sharded, gathered for use, gradients scattered
-    sequence  tokens of a row (context parallelism): each device has part of the queries and all
-              latents
-    tensor    heads, MLP channels, vocabulary
+    data      shards rows of the batch, and replicates weights
+    fsdp      shards rows of the batch, and weights, which are gathered for use
+    sequence  shards the tokens of a row (context parallelism): each device has some of the queries
+              and all latents
+    tensor    shards heads, MLP channels and the vocabulary
 
 Optimizer state is sharded like its parameter. Nothing is padded: an axis that the mesh does not
 divide is a user error.
@@ -45,13 +45,16 @@ class MeshConfig:
             between(f"config.mesh.{key}", getattr(self, key), 0 if key == "fsdp" else 1, 1 << 20)
 
     def shape(self, devices: int) -> dict[str, int]:
-        """Returns devices by axis with fsdp filled in; the product may differ from `devices`."""
+        """Returns the length of every axis, with fsdp = 0 resolved for a number of devices.
+
+        The product of the lengths may differ from the number of devices.
+        """
         others = self.data * self.sequence * self.tensor
         return dataclasses.asdict(self) | {"fsdp": self.fsdp or max(devices // others, 1)}
 
 
 def make_mesh(config: MeshConfig, devices: list[jax.Device]) -> Mesh:
-    """Returns a mesh over all devices, aligned with their interconnect where JAX knows it.
+    """Returns a mesh over all devices, ordered for their interconnect where JAX knows it.
 
     Raises:
       UserError: the product of the axes is not the number of devices.
@@ -63,10 +66,10 @@ def make_mesh(config: MeshConfig, devices: list[jax.Device]) -> Mesh:
         product = " x ".join(f"{key} = {shape[key]}" for key in AXES)
         fsdp = len(devices) // others if len(devices) % others == 0 else 0
         fitting = (
-            f"with config.mesh.fsdp = {fsdp} (or 0) they are used"
+            f"set config.mesh.fsdp = {fsdp} (or 0)"
             if fsdp
             else (
-                f"data x sequence x tensor must divide {len(devices)}: one of "
+                "data x sequence x tensor must be one of its divisors "
                 + ", ".join(map(str, divisors(len(devices))))
             )
         )
@@ -100,13 +103,13 @@ def spec(axes: str, shape: tuple[int, ...]) -> P:
     """Returns a parameter's PartitionSpec from the letters of its axes (`kvjax.layers.weight`).
 
     `tensor` shards the first of N, K, J, M and V that is longer than 1. `fsdp` shards a matrix
-    along D, or, without D, along its last axis that `tensor` leaves. A lookup table ("V D", "T D")
-    is sharded along D by both, since rows are looked up. All other axes, and axes of length 1, are
-    replicated.
+    along D, or, without D, along the last axis that `tensor` does not shard. Both shard a lookup
+    table ("V D", "T D") along D, so that every device has a part of every row. All other axes, and
+    axes of length 1, are replicated.
 
     Args:
-      axes: such as "D -> N H".
-      shape: any leading axes beyond `axes` are stacked layers, and not sharded.
+      axes: axes string, such as "D -> N H".
+      shape: may have more axes in front, of stacked layers, which are not sharded.
     """
     parsed = Axes.parse(axes)
     names = parsed.names
@@ -156,8 +159,8 @@ def divides(shape: Mapping[str, int], shapes: Any, axes: Any) -> bool:
 def state_shardings(mesh: Mesh, shapes: Any, axes: Any, state: Any) -> Any:
     """Returns shardings of a training state.
 
-    A leaf with a parameter's shape, whose path ends in that parameter's path, is sharded like the
-    parameter: optimizer moments are such leaves. Other leaves are replicated.
+    A leaf is sharded like a parameter if it has the parameter's shape and its path ends in the
+    parameter's path, as optimizer moments do. Other leaves are replicated.
 
     Args:
       shapes, axes: shapes and axes of the parameters, see `parameter_shardings`.
@@ -184,8 +187,8 @@ def _check_divides(mesh: Mesh, name: str, shape: tuple[int, ...], axes: P) -> No
         if length % shards:
             shown = " x ".join(f"config.mesh.{a} = {mesh.shape[a]}" for a in _tuple(names))
             raise UserError(
-                f"{shown} does not divide the {length} of {name} {list(shape)}, and nothing is "
-                f"padded: {length} can be split in {', '.join(map(str, divisors(length)))}"
+                f"{shown} does not divide the {length} of {name} {list(shape)}; use one of "
+                f"{', '.join(map(str, divisors(length)))}"
             )
 
 
@@ -193,17 +196,21 @@ def _check_divides(mesh: Mesh, name: str, shape: tuple[int, ...], axes: P) -> No
 
 
 def constrain(x: jax.Array, mesh: Mesh | None, *axes) -> jax.Array:
-    """Constrains an array's sharding (axes beyond `axes` replicated); no-op without a mesh."""
+    """Constrains an array's sharding; further axes are replicated. No-op without a mesh.
+
+    Args:
+      axes: mesh axes (a name, several, or None) for each of the array's first axes.
+    """
     if mesh is None:
         return x
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*axes)))
 
 
 def gather(weight: jax.Array, axes: str, mesh: Mesh | None) -> jax.Array:
-    """Gathers a weight along `fsdp` for a product; its gradient is scattered back.
+    """Gathers a weight along `fsdp` for a product; the backward pass scatters its gradient.
 
-    The backward pass constrains the gradient's sharding, which the compiler would otherwise have to
-    infer from the optimizer state.
+    The backward pass constrains the gradient's sharding. Otherwise the compiler would have to infer
+    it from the optimizer state.
     """
     if mesh is None:
         return weight
@@ -214,7 +221,7 @@ def gather(weight: jax.Array, axes: str, mesh: Mesh | None) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _gather(mesh: Mesh, sharded: P, gathered: P, weight: jax.Array) -> jax.Array:
-    # Sharded first, so that the weight is communicated in the dtype it was cast to.
+    # The first constraint makes the compiler cast before it gathers, which sends fewer bytes.
     return constrain(constrain(weight, mesh, *sharded), mesh, *gathered)
 
 

@@ -187,11 +187,6 @@ class BlockConfig:
         return LayerKind(base, window, factor, self.attention_softcap)
 
 
-def has_alibi(mechanism: MechanismConfig) -> bool:
-    """Returns True for a mechanism with ALiBi."""
-    return getattr(mechanism, "alibi", False)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
     """A whole model: options, the mechanism of every layer, vocabulary size."""
@@ -206,12 +201,13 @@ class TransformerConfig:
                 f"config.attention.layer_ranks describes {len(self.mechanisms)} layers and "
                 f"config.model.num_layers = {self.block.num_layers}: give one rank per layer"
             )
-        if self.block.positions != "none" and any(has_alibi(m) for m in self.mechanisms):
+        has_alibi = any(getattr(mechanism, "alibi", False) for mechanism in self.mechanisms)
+        if has_alibi and self.block.positions != "none":
             raise UserError(
                 f"config.attention.alibi = True: needs config.model.positions = 'none', not "
                 f"{self.block.positions!r}: ALiBi replaces other position encodings"
             )
-        if not self.block.causal and any(has_alibi(m) for m in self.mechanisms):
+        if has_alibi and not self.block.causal:
             raise UserError(
                 "config.attention.alibi = True: needs config.model.causal = True: without a "
                 "causal mask the biases favour later tokens"

@@ -1,4 +1,4 @@
-"""Runs on conversations: their rows, their length in steps, and a vocabulary that may grow."""
+"""Training on conversations: prepares rows, sets the number of steps, and checks the vocabulary."""
 
 import dataclasses
 
@@ -18,7 +18,7 @@ from kvjax.workdir import trained
 
 
 def parent_model(experiment: Experiment, parent: trained.SavedModel) -> TransformerConfig:
-    """Returns the model that a run's parent must have; its vocabulary may be smaller.
+    """Returns the model that a run's parent must be: the run's, with the parent's vocabulary size.
 
     Raises:
       UserError: the run's vocabulary is too small for the parent's and the special tokens.
@@ -33,7 +33,7 @@ def parent_model(experiment: Experiment, parent: trained.SavedModel) -> Transfor
             f"config.data.vocab_size = {model.vocab_size}: config.train.parent = "
             f"{experiment.train.parent!r} has {parent_size}, and its tokenizer with the special "
             f"tokens of conversations needs {specials.vocab_size}: set "
-            f"--config.data.vocab_size={needed}, or more where the mesh does not divide that"
+            f"--config.data.vocab_size={needed}, or the next number that the mesh divides"
         )
     return dataclasses.replace(model, vocab_size=parent_size)
 
@@ -41,14 +41,14 @@ def parent_model(experiment: Experiment, parent: trained.SavedModel) -> Transfor
 def prepare_dataset(
     experiment: Experiment, workdir: epath.Path, parent: trained.SavedModel | None
 ) -> loader.PackedDataset:
-    """Opens the rows of a run on conversations; the first process prepares them if need be.
+    """Opens the rows of a run on conversations; if necessary, the first process prepares them.
 
     Args:
-      parent: None if the run has begun (the tokenizer is then in its workdir) or has no parent.
+      parent: None if the run has no parent, or has begun and has the tokenizer in its workdir.
 
     Raises:
-      UserError: see `conversation.prepare`; rows have a loss mask and the config has none, or the
-        reverse; a tokenizer is larger than the model's vocabulary.
+      UserError: see `conversation.prepare`; the rows have a loss mask and the config has none, or
+        the reverse; the tokenizer is larger than the model's vocabulary.
     """
     data = experiment.data
     if is_prepared(data.source):
@@ -59,14 +59,14 @@ def prepare_dataset(
     if dataset.is_masked != experiment.is_masked:
         has = {True: "have a mask", False: "have no mask"}
         raise UserError(
-            f"config.data.source = {data.source!r}: its rows {has[dataset.is_masked]}, and with "
-            f"config.mixture.loss = {experiment.mixture.loss!r} and pack = "
+            f"config.data.source = {data.source!r}: its rows {has[dataset.is_masked]}, but with "
+            f"config.mixture.loss = {experiment.mixture.loss!r} and config.mixture.pack = "
             f"{experiment.mixture.pack!r} they must {has[experiment.is_masked]}"
         )
     if dataset.vocab_size > experiment.model.vocab_size:
         raise UserError(
             f"config.data.vocab_size = {data.vocab_size}: the tokenizer of {dataset.path} has "
-            f"{dataset.vocab_size}; set the key to that"
+            f"{dataset.vocab_size}; set --config.data.vocab_size={dataset.vocab_size}"
         )
     advice = "the same conversations, or config.data.directory in a folder that they share"
     distributed.check_same_rows(dataset.path, dataset.digest, advice)
@@ -79,7 +79,7 @@ def one_epoch(
     """Sets num_steps, if it is 0, to one epoch: each row once, without a last partial batch.
 
     Raises:
-      UserError: too few rows for a step, or a schedule that needs more steps.
+      UserError: there are too few rows for a step, or too few steps for the schedule.
     """
     if experiment.train.num_steps:
         return config, experiment
@@ -109,7 +109,7 @@ def _tokenizer(
 
 
 def _prepare_together(experiment: Experiment, tokenizer: Tokenizer) -> epath.Path:
-    """Prepares the rows in the first of the processes that share a folder; returns the folder."""
+    """Prepares the rows, once per shared folder, in its first process; returns the folder."""
 
     def rows(shown: bool) -> epath.Path:
         return prepare.prepare(experiment.mixture, experiment.data, tokenizer, shown=shown)

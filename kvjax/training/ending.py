@@ -1,6 +1,6 @@
-"""Files written after the last step: curves, a sample, and a line of figures.
+"""Ends a run: draws curves, writes a sample, and prints the last figures.
 
-The first process writes them. Checkpoint and records are saved before.
+The first process does this, after checkpoint and records have been saved.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ def write(
 
     Args:
       graph: the model without its parameters `params`.
-      folder: holds metrics.jsonl; local if the workdir is in a bucket.
+      folder: local folder with metrics.jsonl: the workdir, or its copy if that is in a bucket.
       evaluations: records of metrics.jsonl, at least one.
     """
     last, e = evaluations[-1], run.experiment

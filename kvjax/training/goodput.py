@@ -11,14 +11,14 @@ _NAMES = {"data": "waiting for data"}
 
 
 class Goodput:
-    """Books wall time, each second once: the shares sum to 1.
+    """Assigns every second of wall time to one cause, so that the shares sum to 1.
 
-    `startup` is everything before the first step but compiling it: imports, checks, preparing data,
-    reading weights. The first validation includes its compilation. A wait for data counts only if
-    the devices had nothing to do.
+    `startup` is everything before the first step except its compilation: imports, checks, preparing
+    data, reading weights. The first validation includes its compilation. A wait for data counts as
+    lost only if the devices were idle.
 
     Args:
-      seconds: wall time of startup before this object, as since the launch of the process.
+      seconds: startup time before this object was created.
     """
 
     def __init__(self, seconds: float = 0.0):
@@ -27,13 +27,13 @@ class Goodput:
         self._since = time.monotonic()
 
     def book(self, cause: str) -> None:
-        """Books the time since the last call."""
+        """Assigns the time since the last call to a cause."""
         now = time.monotonic()
         self._spent[cause] += now - self._since
         self._since = now
 
     def next(self, batches: Iterator, running: Mapping[str, jax.Array] | None):
-        """Returns the next batch; the wait is lost time if the previous step has ended by then.
+        """Returns the next batch; the wait counts as lost if the previous step ends during it.
 
         Args:
           running: metrics of the previous step; None: it has ended.
@@ -45,7 +45,7 @@ class Goodput:
         return batch
 
     def record(self) -> dict[str, float]:
-        """Returns a record for timing.jsonl: goodput, and a share lost_CAUSE of each cause."""
+        """Returns a record for timing.jsonl: goodput, and the share lost_CAUSE of every cause."""
         total = sum(self._spent.values())
         shares = {cause: seconds / total for cause, seconds in self._spent.items()}
         return {"goodput": shares[STEPS]} | {f"lost_{cause}": shares[cause] for cause in LOST}

@@ -1,8 +1,8 @@
 """Adds rows to a trained model's embedding and head for new tokens.
 
-New rows of the embedding keep their random initialisation; new columns of the head are zero. Logits
-of the old tokens are thus unchanged (to the bit where the matrix product sums in the same order at
-the new width). With tied heads only the embedding grows.
+New rows of the embedding keep their random initialisation; new columns of the head are zero. So the
+logits of old tokens do not change, except for rounding if the matrix product sums in another order
+at the new width. With a tied head only the embedding grows.
 """
 
 import jax
@@ -12,11 +12,11 @@ _VOCABULARY_AXES = {"embedding": 0, "head": 1}  # in [V, D] and [D, V]
 
 
 def parent_abstract(abstract: dict, vocab_size: int) -> dict:
-    """Returns the parent's parameters as ShapeDtypeStructs with shardings, for reading them.
+    """Returns ShapeDtypeStructs, with shardings, for reading the parent's parameters.
 
     Args:
-      abstract: the grown model's, likewise.
-      vocab_size: the parent's.
+      abstract: ShapeDtypeStructs of the grown model's parameters.
+      vocab_size: vocabulary size of the parent.
     """
     parent = dict(abstract)
     for name in _growable_names(abstract):
@@ -37,9 +37,9 @@ def grow(params: dict, initial: dict, abstract: dict) -> dict:
     """Appends the missing rows of the embedding and columns of the head.
 
     Args:
-      params: the parent's, see `parent_abstract`.
-      initial: `growable` parameters of the grown model, newly initialised.
-      abstract: the grown model's, with shardings.
+      params: parameters of the parent.
+      initial: newly initialised `growable` parameters of the grown model.
+      abstract: ShapeDtypeStructs of the grown model's parameters, with shardings.
     """
     grown = dict(params)
     for name in _growable_names(params):
@@ -60,6 +60,6 @@ def _growable_names(params: dict) -> list[str]:
 
 
 def _unsharded_along(sharding: jax.sharding.NamedSharding, axis: int) -> jax.sharding.NamedSharding:
-    """Replicates an axis, since the mesh may not divide the parent's vocabulary."""
+    """Replicates an axis: that of the parent's vocabulary, which the mesh may not divide."""
     spec = [None if i == axis else name for i, name in enumerate(sharding.spec)]
     return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*spec))

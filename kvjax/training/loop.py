@@ -1,8 +1,8 @@
-"""The training loop. All processes of a job run it, and take every step together.
+"""The training loop, which every process of a job runs in step with the others.
 
 A run is a function of its config: on one machine the same config gives bit-identical metrics
-(measured on CPU), also when the run was killed and resumed. The loop dispatches step n before it
-reads the metrics of step n - 1, so the device does not wait for the host.
+(measured on CPU), even if the run was killed and resumed. The loop dispatches step n before it
+reads the metrics of step n - 1, so that the device does not wait for the host.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,18 +42,19 @@ def train(
     """Trains to the end or to `train.stop_after`; resumes from the workdir's checkpoint if any.
 
     Args:
-      prepare_hours: limit of the estimated time to prepare the data.
+      prepare_hours: most hours that preparing the data may take, by estimate.
       trackers: names ("tensorboard", "wandb") and objects that get the run's records.
       profile_steps: number of steps to trace, after the first `profiling.WARM_UP` ones.
-      seconds_before: wall time before this call that counts as startup, such as imports.
+      seconds_before: wall time already spent on startup, such as imports.
 
     Returns:
       The last validation record: step, tokens, validation_loss, validation_bpb.
 
     Raises:
       UserError: the config does not fit the workdir, the data or the machine (raised before
-        anything expensive), a bad step (see `TrainConfig`), or a full disk; checkpoints are intact.
-      SystemExit: a signal ended the run, which is saved; `distributed` lists the statuses.
+        anything expensive); a bad step (see `TrainConfig`) or a full disk, which leave checkpoints
+        intact.
+      SystemExit: a signal ended the run after saving it; `distributed` lists the exit statuses.
     """
     goodput = Goodput(seconds_before)
     profiling.check(profile_steps)
@@ -64,7 +65,7 @@ def train(
 
 
 class TrainingLoop:
-    """One process's loop over steps; the first process also prints and writes metrics."""
+    """Loop over the steps of a run; the first process also prints and writes metrics."""
 
     def __init__(
         self,
@@ -96,7 +97,7 @@ class TrainingLoop:
 
     def run(self) -> dict[str, float]:
         """Restores or initialises, trains, and writes the final outputs."""
-        # A signal during startup or compilation ends the loop before its first step.
+        # After a signal during startup or compilation, the loop takes no step.
         with self.interruption.handling_signals():
             state, step = self._restore_and_train()
         if step < self.experiment.train.num_steps:
@@ -114,7 +115,7 @@ class TrainingLoop:
             state, position, start = restored
         self.writer = metrics_lib.NullWriter()
         if self.first:
-            # Drops records of steps after the checkpoint's, which the run is about to repeat.
+            # Drops the records of steps after the checkpoint, since these steps run again.
             self.writer = metrics_lib.MetricsWriter(
                 self.workdir, resume_step=start, trackers=self.trackers
             )
@@ -135,7 +136,7 @@ class TrainingLoop:
                 self.writer.write_timing(step, **self.goodput.record())
                 self._print(str(self.goodput))
             return state, step
-        except BrokenPipeError:  # an OSError too, but no failure of the disk
+        except BrokenPipeError:  # an OSError that is no failure of the disk
             raise
         except OSError as error:
             raise UserError(
@@ -143,7 +144,7 @@ class TrainingLoop:
                 f"{self.checkpoints.steps()}); fix the cause and run the same command to resume"
             ) from error
         finally:
-            with contextlib.suppress(OSError):  # a failed write has raised already
+            with contextlib.suppress(OSError):  # an earlier write has raised the same error
                 self.writer.close()
 
     def _initial(self) -> dict:
@@ -154,7 +155,7 @@ class TrainingLoop:
             return state
         with self._waiting(f"reading {self.parent.workdir}"):
             abstract = self.program.abstract_state["params"]
-            # All weights but embedding and head are freed before the parent's are read.
+            # Frees all weights but embedding and head before the parent's are read.
             initial = growth.growable(state.pop("params"))
             vocab_size = self.parent.experiment.model.vocab_size
             abstract_parent = growth.parent_abstract(abstract, vocab_size)
@@ -177,7 +178,7 @@ class TrainingLoop:
         return {}
 
     def _global_batches(self, batches, batch_size: int):
-        """Yields this process's batches as arrays over the whole mesh."""
+        """Yields global arrays over the mesh from this process's rows of each batch."""
         shape = (batch_size, self.experiment.data.sequence_length + 1)
         for rows in batches:
             yield jax.make_array_from_process_local_data(self.batch_sharding, rows, shape)
@@ -209,7 +210,9 @@ class TrainingLoop:
             local_devices=self.mesh.local_devices,
         )
         if c.snapshot_every and start % c.snapshot_every == 0:
-            self._keep_snapshot(start, state)  # missing if a run ended before writing it
+            self._keep_snapshot(
+                start, state
+            )  # the earlier process may have ended before writing it
             self.goodput.book("saving")
         folder = self.writer.folder and self.writer.folder / profiling.FOLDER
         with (
@@ -220,7 +223,7 @@ class TrainingLoop:
                 rows = self.goodput.next(batches, pending and pending[1])
                 inputs = state, rows, *teacher  # `state` is donated
                 state, metrics = trace.run(done + 1, train_step, *inputs)
-                if pending is not None:  # step n is running: now read the metrics of step n - 1
+                if pending is not None:  # the new step is running: read the last one's metrics
                     self._report(*pending, bar, clock)
                 done += 1
                 pending = (done, metrics)
@@ -300,7 +303,7 @@ class TrainingLoop:
                 f"loss = {values['loss']:.4g}, over config.train.spike_factor = {c.spike_factor} "
                 f"times {values['mean_loss']:.4g}, the mean of recent losses"
             ]
-        # A skipped step is no error, unless the weights themselves are not finite.
+        # A skipped step is no error while the weights are finite.
         if c.bad_steps == "skip" and math.isfinite(values.get("param_norm", math.nan)):
             if values["bad_steps_in_a_row"] < c.max_bad_steps:
                 return
@@ -342,17 +345,18 @@ class TrainingLoop:
         bar.write(f"step {step:,}: validation {record['validation_bpb']:.4f} bits per byte{scope}")
 
     def _save(self, step: int, state: dict, last: bool = False) -> None:
-        """Saves a checkpoint. A failed save is a warning, unless it is the last.
+        """Saves a checkpoint; if that fails, the run goes on with a warning.
 
-        With several processes a failed save ends the run, since the other processes do not notice
-        it. A failure to write records ends the run too, but only after the state is saved.
+        A failed save ends the run if it is the last one, or if there are several processes, since
+        the others do not notice the failure. A failure to write records also ends the run, after
+        the state has been saved.
         """
         position = step * self.experiment.train.batch_size
         if not last:
             self.writer.write_timing(step, **self.goodput.record())
         flush_error = None
         try:
-            # Records are written before the checkpoint, so that a resumed run lacks none.
+            # Before the checkpoint, so that a resumed run lacks no records.
             self.writer.flush()
         except OSError as error:
             flush_error = error
@@ -370,7 +374,7 @@ class TrainingLoop:
             raise flush_error
 
     def _keep_snapshot(self, step: int, state: dict) -> None:
-        """Keeps the parameters of a step; a failure is a warning, as in `_save`."""
+        """Saves a snapshot of the parameters; a failure is a warning, as in `_save`."""
         snapshot = {"params": state["params"], "step": state["step"]}
         position = step * self.experiment.train.batch_size
         self._with_snapshots(lambda snapshots: snapshots.save(step, snapshot, position))
@@ -392,7 +396,7 @@ class TrainingLoop:
 
     def _finish(self, state: dict) -> dict[str, float]:
         """Writes sample and curves; returns the last evaluation."""
-        distributed.gather("written", "")  # the first process has closed metrics.jsonl
+        distributed.gather("written", "")  # waits until the first process has closed metrics.jsonl
         folder = self.writer.folder or self.workdir
         records = metrics_lib.read_records(folder / metrics_lib.METRICS)
         evaluations = [r for r in records if {"validation_bpb", "tokens"} <= r.keys()]

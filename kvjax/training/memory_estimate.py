@@ -1,9 +1,9 @@
 """Estimates the device memory of a training step from shapes.
 
-It is close enough to refuse a run, or to choose what to compile. For the paper-scale runs TPU
-compilers reserve within 3 % of it between steps and within 11 % during a step; with heads of 64 or
-160 channels, which the compiler may or may not pad to lanes of 128, up to 28 % more
-(tests/training/test_memory_estimate.py).
+The estimate serves to refuse runs and to choose what to compile. For the paper-scale runs, the
+memory that TPU compilers reserve differs from it by at most 3 % between steps and 11 % during a
+step. With heads of 64 or 160 channels, which the compiler may pad to lanes of 128, it is up to 28 %
+more (tests/training/test_memory_estimate.py).
 """
 
 import dataclasses
@@ -81,9 +81,10 @@ def lane_width(platform: str) -> int:
 
 
 def _padding(shape: tuple[int, ...], axes: Axes, shards: int, lanes: int) -> float:
-    """Returns the ratio of a weight's padded to its actual size; the least padded axis is last.
+    """Returns a weight's padded size over its actual size.
 
-    Heads of 64 channels take twice their bytes if the sharded width is below 128 too.
+    Assumes that the compiler pads the axis that costs least. Heads of 64 channels then take twice
+    their bytes only if the sharded width is below 128 too.
     """
     if not axes.is_matrix:
         return 1.0
@@ -114,9 +115,9 @@ def estimate(
       rows_per_device: rows of one microbatch.
       fsdp, tensor, sequence: devices along these axes of the mesh.
       accumulation_steps: microbatches per step; two or more need a second tree of gradients.
-      attention_kernel: softmax attention is a kernel, which stores no logits.
-      optimizer: decides the trainable parameters and their moments.
-      teacher: a second model, whose weights are resident too.
+      attention_kernel: softmax attention is a fused kernel, which stores no logits.
+      optimizer: determines the trainable parameters and their moments.
+      teacher: a second model with resident weights; None: none.
       lanes: see `lane_width`.
     """
     c, itemsize = config.block, compute.dtype.itemsize
@@ -126,8 +127,8 @@ def estimate(
         resident = dataclasses.replace(resident, parameters=resident.parameters + teacher_bytes)
     matrices = formulas.matrix_weights(config)
     layer = (matrices["attention"] + matrices["mlp"]) / c.num_layers
-    # Gathered weights of two layers (the next one is prefetched); the head, and its gradient in
-    # both dtypes.
+    # Gathered weights of two layers (the next one is prefetched), the gathered head, and the head's
+    # gradient in the compute dtype and in float32.
     gathered = itemsize * 2 * layer + (2 * itemsize + 4) * matrices["head"]
     logits = 0 if attention_kernel else sequence_length
     # Fitted to compilers' totals.
@@ -141,7 +142,7 @@ def estimate(
         * (
             2 * c.d_model  # normed inputs
             + 2 * m.query_heads * padded(m.query_dim) / tensor  # queries, before and after RoPE
-            # Keys and values likewise; under context parallelism of the whole row.
+            # Keys and values, before and after RoPE; under context parallelism of the whole row.
             + 2 * m.query_heads * (padded(m.query_dim) + padded(m.value_dim)) * sequence / tensor
             + m.query_heads * padded(m.value_dim) / tensor  # attention's output
             + 2 * c.mlp_dim / tensor
@@ -151,15 +152,15 @@ def estimate(
     ]
     inputs = c.num_layers * c.d_model
     saved = saved_activations(config, compute.remat, kernel=True)  # saved by XLA's attention too
-    if compute.remat == "dots":  # latents are gathered: each device expands those of a whole row
+    if compute.remat == "dots":  # under context parallelism, each device expands all latents
         saved += weight_products(config).from_latents * (sequence - 1)
     per_token = itemsize * (2 * inputs + (saved - inputs) / tensor) + max(within_layer)
     if compute.remat == "none":
         per_token = 2 * itemsize * inputs + sum(within_layer)
     elif compute.remat != "full":  # log-sum-exp, float32
         per_token += 4 * sum(m.query_heads for m in config.mechanisms) / tensor
-    # Fitted to compilers' totals: seven copies of one layer's keys and values of the row's other
-    # shards.
+    # Fitted to compilers' totals: one layer's keys and values from the row's other shards, seven
+    # times.
     keys_values = max(m.key_heads * (m.query_dim + m.value_dim) for m in config.mechanisms)
     per_token += 7 * itemsize * keys_values * (sequence - 1) / tensor
     # Logits and their gradient in float32, and the gradient cast for its products.
@@ -175,10 +176,10 @@ def estimate(
 
 
 def saved_activations(config: TransformerConfig, remat: str, *, kernel: bool) -> int:
-    """Returns elements per token that are saved for the backward pass under a remat policy.
+    """Returns how many elements per token a remat policy saves for the backward pass.
 
     Args:
-      kernel: attention is a kernel, whose output all policies but "full" save.
+      kernel: attention is a fused kernel; all policies but "full" save its output.
     """
     c, mechanisms = config.block, config.mechanisms
     inputs = c.num_layers * c.d_model
@@ -197,8 +198,8 @@ def saved_activations(config: TransformerConfig, remat: str, *, kernel: bool) ->
 class WeightProducts:
     """Matrix products with weights that the backward pass reads, per token over all layers."""
 
-    saved: int  # elements of products that the policy "dots" saves: with weights of no batch axis
-    from_latents: int  # elements of these products that are keys and values expanded from latents
+    saved: int  # elements that the policy "dots" saves: products with weights without batch axis
+    from_latents: int  # those of them that are keys and values expanded from latents
     expansions: int  # multiply-adds with weights that have a batch axis
 
 

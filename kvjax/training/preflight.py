@@ -31,7 +31,7 @@ from kvjax.training import conversations, memory_estimate
 from kvjax.workdir import checkpoint, identity, lineage, origin, storage, trained
 
 _GPU_ROOM = 72 * 10**9  # bytes of an 80 GB device that a run can use
-_MARGIN = 1.25  # estimates up to this multiple of an accelerator's memory are left to its compiler
+_MARGIN = 1.25  # a run is refused if its estimate exceeds an accelerator's memory by this factor
 
 
 class PreparedRun(NamedTuple):
@@ -42,7 +42,7 @@ class PreparedRun(NamedTuple):
     mesh: jax.sharding.Mesh
     workdir: epath.Path
     dataset: loader.PackedDataset
-    parent: trained.SavedModel | None  # its weights start the run; None once the run has begun
+    parent: trained.SavedModel | None  # provides the initial weights; None once the run has begun
     teacher: trained.SavedModel | None
 
     def summary(self, start: int) -> str:
@@ -67,18 +67,20 @@ def prepare_run(
     """Checks a run and prepares its data; holds the workdir's lock until the block ends.
 
     Args:
-      hours: limit of the estimated time to prepare the data.
+      hours: most hours that preparing the data may take, by estimate.
 
     Raises:
       UserError: the config does not fit the workdir, the data or the machine.
     """
     check_processes(config)
     experiment = config_lib.resolve(config)
-    workdir = runtime.workdir(workdir)  # runs/NAME by default, so only now that the name is checked
-    data, spare = experiment.data, bool(experiment.train.parent)
+    workdir = runtime.workdir(
+        workdir
+    )  # after `resolve`, which checks NAME of the default runs/NAME
+    data, padded = experiment.data, bool(experiment.train.parent)
     if data.tokenizer not in ("bpe", PARENT):
         tokenizer = vocabulary.load(data)
-        _check_vocab_size(tokenizer.vocab_size, data, spare, f"tokenizer {data.tokenizer!r}")
+        _check_vocab_size(tokenizer.vocab_size, data, padded, f"tokenizer {data.tokenizer!r}")
     begun = bool(storage.steps(workdir / checkpoint.CHECKPOINTS))
     parent, teacher = find_parent_and_teacher(experiment, begun=begun)
     mesh, compute = check_against_machine(experiment, teacher)
@@ -91,11 +93,11 @@ def prepare_run(
             if experiment.train.num_steps:
                 identity.check_config(workdir, config, compute.dtype)
         if experiment.mixture is None:
-            dataset = prepare_dataset(data, hours, spare=spare)
+            dataset = prepare_dataset(data, hours, padded=padded)
         else:
             dataset = conversations.prepare_dataset(experiment, workdir, parent)
             config, experiment = conversations.one_epoch(config, experiment, dataset)
-            if first:  # again: only now is the number of steps known
+            if first:  # again, since `one_epoch` may have set the number of steps
                 identity.check_config(workdir, config, compute.dtype)
         if first:
             identity.check_data(workdir, dataset)
@@ -126,7 +128,7 @@ def check_against_machine(
 
 
 def _record_parent(workdir: epath.Path, parent: trained.SavedModel | None) -> None:
-    """Records the parent of a new run: its context, templates, and hash of parameters."""
+    """Records the parent in a new run's workdir: context, chat templates, hash of parameters."""
     if parent is None:
         origin.inherit(workdir, None)
         lineage.remove(workdir)
@@ -146,42 +148,48 @@ def check_processes(config: ml_collections.ConfigDict) -> None:
 
 
 def prepare_dataset(
-    data: DataConfig, hours: float = PREPARE_HOURS, *, spare: bool = False
+    data: DataConfig, hours: float = PREPARE_HOURS, *, padded: bool = False
 ) -> loader.PackedDataset:
-    """Opens the data set; if need be, all processes that share its folder prepare it first.
+    """Opens the data set; if necessary, the processes that share its folder first prepare it.
 
     Args:
-      hours: limit of the estimated time to prepare it.
-      spare: the model's vocabulary may be larger than the tokenizer's, as in published models.
+      hours: most hours that preparing it may take, by estimate.
+      padded: the model may have more rows than the tokenizer has tokens, as published models do.
 
     Raises:
-      UserError: see `prepare`; a tokenizer of another size; processes with different data (raised
-        by all of them).
+      UserError: see `prepare`; the tokenizer's size is not config.data.vocab_size; processes have
+        different data (raised on all of them).
     """
     if is_prepared(data.source) or distributed.count() == 1:
         path = prepare.prepare(data, hours=hours)
     else:
         path = _prepare_together(data, hours)
     dataset = loader.open_dataset(path)
-    _check_vocab_size(dataset.vocab_size, data, spare, f"tokenizer of {dataset.path}")
+    _check_vocab_size(dataset.vocab_size, data, padded, f"tokenizer of {dataset.path}")
     advice = "the same config.data.source, or one they share"
     distributed.check_same_rows(dataset.path, dataset.digest, advice)
     return dataset
 
 
-def _check_vocab_size(vocab_size: int, data: DataConfig, spare: bool, source: str) -> None:
-    """Raises a UserError unless the key is the tokenizer's size, or (spare) not below it."""
-    if vocab_size != data.vocab_size and not (spare and vocab_size < data.vocab_size):
+def _check_vocab_size(vocab_size: int, data: DataConfig, padded: bool, source: str) -> None:
+    """Raises a UserError unless config.data.vocab_size is the tokenizer's size.
+
+    Args:
+      padded: see `prepare_dataset`.
+      source: names the tokenizer in the message.
+    """
+    if vocab_size != data.vocab_size and not (padded and vocab_size < data.vocab_size):
         raise UserError(
-            f"config.data.vocab_size = {data.vocab_size}: the {source} has {vocab_size}; set the "
-            "key to that"
+            f"config.data.vocab_size = {data.vocab_size}: the {source} has {vocab_size}; set "
+            f"--config.data.vocab_size={vocab_size}"
         )
 
 
 def _prepare_together(data: DataConfig, hours: float) -> epath.Path:
-    """Prepares a share of the data on each process; returns the folder of the data set.
+    """Prepares a share of the data in each process; returns the folder of the data set.
 
-    The leader of the processes that share the folder begins, waits for the others, and finishes.
+    Of the processes that share the folder, the leader creates it, waits until all have written
+    their parts, and completes it.
     """
     team = distributed.Team("data", data.root)
     leads = team.index == 0
@@ -200,7 +208,7 @@ def _prepare_together(data: DataConfig, hours: float) -> epath.Path:
     if leads:
         team.wait_for("made")
         if unfinished:
-            unfinished.make()  # missing parts, if a process has other sources
+            unfinished.make()  # parts still missing because a process has other sources
             unfinished.finish()
         team.announce("finished")
     team.wait_for("finished", leader=True)
@@ -213,11 +221,11 @@ def find_parent_and_teacher(
     """Finds the models that the config names.
 
     Args:
-      begun: the run has a checkpoint of its own, and no longer needs its parent.
+      begun: the run has a checkpoint, and so no longer needs its parent.
 
     Raises:
-      UserError: no workdir with a checkpoint; a parent of another model; a teacher of another
-        vocabulary; trainable parameters that the model does not have.
+      UserError: a named workdir has no checkpoint; the parent is a different model; the teacher has
+        another vocabulary; the model lacks a parameter of config.optimizer.tuned.
     """
     c, model = experiment.train, experiment.model
     shapes, axes = parameters.abstract(model)
@@ -227,11 +235,11 @@ def find_parent_and_teacher(
         expected = conversations.parent_model(experiment, parent)
         shapes = parameters.abstract(expected).shapes
         checkpoint.check_parameters(parent.checkpoints, parent.step, shapes)
-        if _as_computed(parent.experiment.model) != _as_computed(expected):
+        if _as_trained(parent.experiment.model) != _as_trained(expected):
             raise UserError(
-                f"config.train.parent = {c.parent!r}: its weights have the shapes of this model, "
-                "and it computes with them otherwise: set config.model and config.attention to "
-                f"what {parent.workdir / 'config.txt'} says"
+                f"config.train.parent = {c.parent!r}: its weights have this model's shapes, but it "
+                "is a different model: set config.model and config.attention as in "
+                f"{parent.workdir / 'config.txt'}"
             )
     teacher = trained.named("config.train.teacher", c.teacher) if c.teacher else None
     if teacher and teacher.experiment.model.vocab_size != model.vocab_size:
@@ -242,8 +250,8 @@ def find_parent_and_teacher(
     return parent, teacher
 
 
-def _as_computed(model: TransformerConfig) -> TransformerConfig:
-    """Returns a model's config with fixed values for the keys of initialisation and dropout."""
+def _as_trained(model: TransformerConfig) -> TransformerConfig:
+    """Returns a config in which keys that do not matter to a trained model have fixed values."""
     block = dataclasses.replace(
         model.block, matrix_std=0.0, embedding_std=1.0, zero_outputs=True, dropout=0.0
     )
@@ -291,13 +299,13 @@ def check_mesh(experiment: Experiment, mesh: jax.sharding.Mesh) -> None:
 
 
 def _mesh_that_divides(mesh: jax.sharding.Mesh, weights: parameters.Parameters) -> str:
-    """Returns overrides for a mesh of these devices with the largest `tensor`, then `fsdp`."""
+    """Advises a mesh of these devices that divides the weights: largest `tensor`, then `fsdp`."""
     devices = mesh.size // mesh.shape["sequence"]
     meshes = (
         {"data": devices // tensor // fsdp, "fsdp": fsdp, "tensor": tensor}
         for tensor in reversed(sharding.divisors(mesh.shape["tensor"]))
         for fsdp in reversed(sharding.divisors(devices // tensor))
-    )  # the last one, data = devices, shards no weight
+    )  # the last one, data = devices, always fits, since it shards no weight
     fitting = next(m for m in meshes if sharding.divides(dict(mesh.shape) | m, *weights))
     flags = " ".join(f"--config.mesh.{axis}={n}" for axis, n in fitting.items())
     return f"Over these {mesh.size} devices this mesh divides: {flags}"
@@ -311,7 +319,8 @@ def check_memory(
 ) -> None:
     """Raises a UserError with the bytes per device if the devices cannot hold the run.
 
-    Close to the limit an accelerator's compiler decides; on a CPU the system would kill the run.
+    An accelerator may be exceeded by the factor `_MARGIN`, since its compiler has the last word. A
+    CPU may not, since the operating system would kill the run.
     """
     c, device = experiment.train, mesh.devices.flat[0]
     need = memory_estimate.estimate(
@@ -347,9 +356,8 @@ def check_memory(
         f"  activations  {gb(need.activations):>12}  (estimated)\n"
         f"  needed       {gb(need.total):>12}\n"
         f"  available    {gb(available):>12}\n"
-        "Weights and batch split over n devices need an nth each: "
-        f"{enough} devices of 80 GB hold this run as it is.\n"
-        "Activations shrink with a larger config.train.grad_accumulation and with "
-        "config.compute.remat = 'full'.\nWhat runs here: python -m kvjax.main "
-        "--config=configs/lrkv_tiny.py (or another of configs/*_tiny.py)"
+        f"With weights and batch sharded, this run fits on {enough} devices of 80 GB.\n"
+        "A larger config.train.grad_accumulation and config.compute.remat = 'full' reduce the "
+        "activations.\nThe configs configs/*_tiny.py run here, such as: python -m kvjax.main "
+        "--config=configs/lrkv_tiny.py"
     )

@@ -1,4 +1,4 @@
-"""A profiler trace of a few training steps, which TensorBoard and Perfetto open."""
+"""Profiler traces of training steps, for TensorBoard and Perfetto."""
 
 from collections.abc import Callable
 
@@ -11,27 +11,28 @@ from kvjax.training.goodput import STEPS, Goodput
 from kvjax.workdir.metrics import Clock
 
 FOLDER = "profile"
-WARM_UP = 3  # untraced steps at the start of this process
+WARM_UP = 3  # steps at the start of a process that are never traced
 _MAX_STEPS = 1000
 _OPTION = "--profile_steps"
 
 
 def check(count: int) -> None:
-    """Raises a UserError for a number of steps that cannot be traced."""
+    """Raises a UserError if the number of steps to trace is negative or too large."""
     between(_OPTION, count, 0, _MAX_STEPS)
 
 
 class StepTrace:
-    """Runs steps, and traces `count` of them after this process has compiled and warmed up.
+    """Runs training steps, and traces `count` of them after the first `WARM_UP` steps.
 
-    The trace begins once the preceding step has ended, and stops once its own last step has. Each
-    step is an event "train" with its number. A failure of the profiler is only a warning.
+    Waits for the step before the trace, and for the last traced step, so that the trace contains
+    exactly the traced steps. Each is an event "train" with its number. A failure of the profiler is
+    only a warning.
 
     Args:
-      folder: gets plugins/profile/TIME/, with xplane.pb for TensorBoard and
-        perfetto_trace.json.gz; None: nothing is traced, as on all processes but the first.
+      folder: the trace is written to plugins/profile/TIME/ in it (xplane.pb for TensorBoard,
+        perfetto_trace.json.gz); None: nothing is traced, as on all processes but the first.
       start: steps of the run before this process.
-      clock, goodput: get the time that starting and writing the trace takes, as a pause.
+      clock, goodput: do not count the time to start and write the trace as training.
     """
 
     def __init__(
@@ -53,7 +54,10 @@ class StepTrace:
         if self._is_on:  # the loop ended within the traced steps
             self._stop()
         elif self._count:
-            warn(f"{_OPTION} = {self._count}: no step was traced: the first {WARM_UP} never are")
+            warn(
+                f"{_OPTION} = {self._count}: no step was traced, since the run ended within this "
+                f"process's first {WARM_UP} steps, which are never traced"
+            )
 
     def run(self, number: int, step: Callable, state: dict, *inputs) -> tuple[dict, dict]:
         """Runs step `number`, and returns its new state and metrics."""
@@ -77,13 +81,13 @@ class StepTrace:
 
     def _start(self) -> None:
         options = jax.profiler.ProfileOptions()
-        options.python_tracer_level = 0  # every Python call would be an event
+        options.python_tracer_level = 0  # else every Python call is an event
         try:
             jax.profiler.start_trace(
                 str(self._folder), create_perfetto_trace=True, profiler_options=options
             )
             self._is_on = True
-        except Exception as error:  # another trace is on; no room
+        except Exception as error:  # such as another running trace, or a full disk
             self._failed(error)
 
     def _stop(self) -> None:

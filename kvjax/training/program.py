@@ -35,14 +35,16 @@ class Program:
     Attributes:
       graph: the model without its parameters, for `nnx.merge`.
       abstract_state: ShapeDtypeStructs with shardings.
-      abstract_rows: likewise, rows [B, T + 1] of a step.
-      abstract_teacher: likewise, the teacher's parameters in compute dtypes; None: no teacher.
+      abstract_rows: ShapeDtypeStruct of a step's rows [B, T + 1], with sharding.
+      abstract_teacher: ShapeDtypeStructs of the teacher's parameters, in compute dtypes; None: no
+        teacher.
       init: key -> state.
       train_step: (state, rows [B, T + 1]) -> (state, metrics); donates the state. With a teacher,
         its parameters are a third argument.
       eval_step: (params, rows, token_bytes [V]) -> sums, see `eval_step`.
 
-    With a loss mask, rows hold ~token for targets that do not count, see `split_loss_mask`.
+    With a loss mask, a token that does not count as a target is stored as ~token (bitwise not); see
+    `split_loss_mask`.
     """
 
     def __init__(
@@ -55,7 +57,7 @@ class Program:
     ):
         """
         Args:
-          teacher: model of the same vocabulary whose predictions are distilled.
+          teacher: config of the model to distil, which has the same vocabulary; None: no teacher.
           bos_id: the token that begins a document; used if `config.train.separate`.
         """
         model, train = experiment.model, experiment.train
@@ -165,23 +167,24 @@ def train_step(
       rows: [B, T + 1] tokens; the gradient is the mean over the batch's B * T targets.
       teacher: parameters of the model to distil (`model.loss.distillation_loss`).
       accumulation_steps: number of microbatches that the batch is split into.
-      config: has the limits of `check_step`; None: no step is checked.
+      config: limits for `check_step`; None: steps are not checked.
       select_trainable: parameters -> the subtree that gradients are computed for.
-      masked: rows carry a loss mask (`split_loss_mask`); the gradient is the mean over the whole
-        batch's targets that count.
+      masked: rows contain a loss mask (`split_loss_mask`); the gradient is then the mean over those
+        targets of the batch that count.
       bos_id: the token that begins a document, for a document mask; None: no mask.
       has_dropout: draw a dropout key from the state's key and step.
 
     Returns:
       The new state, and metrics: loss (nats per token), grad_norm (before clipping), param_norm
-      (after the step), and with a config those of `check_step`. The new state is finite if and only
-      if these metrics are.
+      (after the step), and the metrics of `check_step`. The new state is finite if and only if the
+      metrics are.
     """
     learned = select_trainable(state["params"])
 
     scale = {}
     if masked:
-        # Microbatches are averaged: each divides its sum by their mean number of targets.
+        # Each microbatch divides its sum of losses by the mean number of targets per microbatch, so
+        # that the average over microbatches is the mean over all targets.
         num_targets = jnp.maximum(jnp.sum(rows[:, 1:] >= 0), 1)
         scale = {"scale": accumulation_steps / num_targets.astype(jnp.result_type(float))}
 
@@ -249,7 +252,7 @@ def _accumulate_gradients(value_and_grad, learned, rows, dropout, accumulation_s
     def accumulate(total, rows_and_key):
         return jax.tree.map(jnp.add, total, value_and_grad(learned, *rows_and_key)), None
 
-    # Microbatch i of n has rows i, i + n, i + 2 n, ...: each device keeps its own rows.
+    # Microbatch i of n consists of rows i, i + n, i + 2 n, ..., so that no row changes its device.
     microbatches = rows.reshape(-1, accumulation_steps, rows.shape[1]).swapaxes(0, 1)
     zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, learned))
     keys = None if dropout is None else jax.random.split(dropout, accumulation_steps)
@@ -258,15 +261,15 @@ def _accumulate_gradients(value_and_grad, learned, rows, dropout, accumulation_s
 
 
 def check_step(bad: dict, loss: jax.Array, grad_norm: jax.Array, config: TrainConfig):
-    """Decides if a step is bad (see `TrainConfig`).
+    """Decides if a step is bad (see `TrainConfig`), and updates the counters of bad steps.
 
     Args:
       bad: counters skipped and in_a_row, and mean_loss, which is 0 before the first good step.
 
     Returns:
       (is_bad, new `bad`, metrics). Metrics are bad (0 or 1) and mean_loss (before this step); with
-      bad_steps = "skip" also skipped_steps and bad_steps_in_a_row. With "stop" and no spike_factor
-      they are {}: only non-finite values are bad then, and the training loop sees these itself.
+      bad_steps = "skip" also skipped_steps and bad_steps_in_a_row. With "stop" and without
+      spike_factor there are none, since the training loop itself notices non-finite values.
     """
     mean = bad["mean_loss"]
     is_bad = ~(jnp.isfinite(loss) & jnp.isfinite(grad_norm))
@@ -303,7 +306,8 @@ def eval_step(
     With a loss mask: the three sums over targets that count, then over all targets.
 
     Args:
-      token_bytes: [V], or [2, V] with the bytes that a token loses after a token without bytes.
+      token_bytes: bytes of every token, [V]; or [2, V], where the second row has the bytes that a
+        token loses if it follows a token without bytes.
     """
     loss_mask = None
     if masked:
@@ -345,7 +349,7 @@ def split_loss_mask(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
 def segment_ids(rows: jax.Array, bos_id: int | None) -> jax.Array | None:
     """Returns the number of each input token's document, [B, T] int32; None if bos_id is None.
 
-    Tokens before a row's first BOS end a document of another row: number 0.
+    Tokens before a row's first BOS belong to a document that began in another row; they get 0.
 
     Args:
       rows: [B, T + 1].

@@ -46,9 +46,9 @@ def test_three_processes_get_the_same_messages(tmp_path, monkeypatch):
     for result in results[1:]:
         assert result.pop().replace(str(folders[1]), str(folders[0])) == shared
     assert shared == (
-        f"--workdir={folders[0]}: process 1 of 3 cannot see what process 0 writes there, and all "
-        "processes write one checkpoint together. Give a folder that all hosts mount at the same "
-        "place (NFS, Filestore, Lustre), or a bucket (gs://)"
+        f"--workdir={folders[0]}: process 1 of 3 cannot see what process 0 writes there, but all "
+        "processes write to one checkpoint. Give a folder that all hosts mount at the same path "
+        "(NFS, Filestore, Lustre), or a bucket (gs://)"
     )
     assert results[1:] == results[:1] * 2
     differences = "the processes of this job were started differently:\n{}\n"

@@ -87,7 +87,7 @@ def _caused(error, cause, *, explicit=True):
 def test_a_process_prints_and_publishes_its_end(job, monkeypatch, capsys):
     lost = (
         "another process of this job was lost ({}), and no step can be taken without it. Run the "
-        "same command on all hosts to go on. (UNAVAILABLE: heartbeat)"
+        "same command on all hosts to resume. (UNAVAILABLE: heartbeat)"
     )
     loss = _runtime_error("UNAVAILABLE: heartbeat\nand pages of addresses")
 
@@ -201,7 +201,7 @@ def test_process_0_stays_while_others_show_signs_of_life(job):
 
         job.clock.meanwhile = meanwhile
         with pytest.raises(SystemExit):
-            ending._end("over", 2)
+            ending._publish_and_exit("over", 2)
         assert set(job.clock.slept) == {0.1}
         assert job.clock.monotonic() == pytest.approx(25 if ends else 30.1, abs=0.11)
         assert job.store.values["kvjax/ended/0"] == "2 over"
@@ -217,9 +217,9 @@ def test_a_coordinator_that_is_gone_first_changes_no_status_and_no_message(when)
         "    def key_value_set(self, key, value, **_):\n"
         f"        if {condition}: os.abort()\n"
         "agreement.client, agreement.index = Client, lambda: 1\n"
-        "ending.abort_message.set(75, lambda: ending.lost('who knows'))\n"
+        "ending.abort_message.set(75, lambda: ending.lost_message('who knows'))\n"
         "print('not yet written')\n"
-        "ending._end('the key is wrong', 2)\n"
+        "ending._publish_and_exit('the key is wrong', 2)\n"
     )
     buffered = os.environ | dict(PYTHONUNBUFFERED="")
     run = subprocess.run(
@@ -234,14 +234,14 @@ def test_last_words():
     code = (
         "import os, sys\n"
         "from kvjax.distributed import ending\n"
-        "ending.abort_message.set(75, lambda: ending.lost('who knows'))\n"
+        "ending.abort_message.set(75, lambda: ending.lost_message('who knows'))\n"
         "os.abort()\n"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert run.returncode == 75
     assert run.stderr == (
         "\nkvjax: another process of this job was lost (who knows), and no step can be taken "
-        "without it. Run the same command on all hosts to go on\n"
+        "without it. Run the same command on all hosts to resume\n"
     )
 
 
@@ -263,6 +263,6 @@ def test_errors_of_a_lost_process():
     ):
         error = _runtime_error(text)
         for end in (error, _caused(OSError(), error), _caused(OSError(), error, explicit=False)):
-            assert ending._loss_behind(end) is (error if is_loss else None), text
-    assert ending._loss_behind(_caused(OSError(), ValueError("gloo"))) is None
-    assert ending._loss_behind(jax.errors.JaxRuntimeError("gloo")) is not None
+            assert ending._lost_process_error(end) is (error if is_loss else None), text
+    assert ending._lost_process_error(_caused(OSError(), ValueError("gloo"))) is None
+    assert ending._lost_process_error(jax.errors.JaxRuntimeError("gloo")) is not None

@@ -13,7 +13,7 @@ from kvjax.foundation.errors import UserError
 NOWHERE = dict(KVJAX_COORDINATOR="", KVJAX_NUM_PROCESSES="", KVJAX_PROCESS_ID="")
 SLURM = dict(SLURM_STEP_NODELIST="gpu[1-2]", SLURM_STEP_NUM_TASKS="16", SLURM_PROCID="3")
 NO_CONNECTION = (
-    "no connection to all processes of the job within {} s: see which one did not start, and start "
+    "not all processes of the job connected within {} s: see which one did not start, and start "
     "all again"
 )
 
@@ -91,7 +91,7 @@ def test_options_of_jax_distributed(started, monkeypatch):
     assert reached == [("::1", 1)]
     service = dict(jax_enable_preemption_service=False)
     assert started.options == service | dict(jax_cpu_collectives_implementation="gloo")
-    gone = (75, ending.lost("see the lines above for which"))
+    gone = (75, ending.lost_message("see the lines above for which"))
     expected_aborts = [(2, NO_CONNECTION.format(9)), gone, (2, NO_CONNECTION.format(300)), gone]
     assert started.aborts == expected_aborts
 

@@ -229,7 +229,7 @@ def test_context_parallelism_sends_latents_not_keys(compiled):
 
 
 def test_meshes_that_do_not_multiply():
-    divide = "data x sequence x tensor must divide 8: one of 1, 2, 4, 8"
+    divide = "data x sequence x tensor must be one of its divisors 1, 2, 4, 8"
     for sizes, product in (
         ((3, 0, 1, 1), "data = 3 x fsdp = 2 x sequence = 1 x tensor = 1 is 6"),
         ((2, 3, 1, 1), "data = 2 x fsdp = 3 x sequence = 1 x tensor = 1 is 6"),
@@ -239,7 +239,7 @@ def test_meshes_that_do_not_multiply():
         config = MeshConfig(**dict(zip(sharding.AXES, sizes, strict=True)))
         with pytest.raises(UserError) as error:
             sharding.make_mesh(config, jax.devices())
-        advice = "with config.mesh.fsdp = 4 (or 0) they are used" if config.fsdp else divide
+        advice = "set config.mesh.fsdp = 4 (or 0)" if config.fsdp else divide
         assert str(error.value) == f"config.mesh: {product}, and there are 8 devices; {advice}"
 
 

@@ -112,7 +112,7 @@ def test_rows_that_the_run_cannot_read_are_refused(mid, rows):
         return conversations.prepare_dataset(e, epath.Path("none"), _parent(e.model))
 
     rows.is_masked = False
-    with pytest.raises(UserError, match="its rows have no mask, and .* they must have a mask"):
+    with pytest.raises(UserError, match="its rows have no mask, but .* they must have a mask"):
         prepare_rows(experiment)
     rows.is_masked, rows.vocab_size = True, experiment.model.vocab_size + 1
     with pytest.raises(UserError, match="vocab_size = 265: the tokenizer of rows has 266"):

@@ -78,14 +78,13 @@ def test_accelerators_have_a_margin_of_a_quarter_and_cpus_none(monkeypatch):
             "  activations        6.0 GB  (estimated)\n  needed            32.0 GB\n"
             f"  available    {available / 1e9:>9.1f} GB\n"
             # (20 x 15 + 120 x 6) GB over 72 - 11 GB
-            "Weights and batch split over n devices need an nth each: 17 or more devices of 80 GB "
-            "hold this run as it is.\n"
-            "Activations shrink with a larger config.train.grad_accumulation and with "
-            "config.compute.remat = 'full'.\nWhat runs here: python -m kvjax.main "
-            "--config=configs/lrkv_tiny.py (or another of configs/*_tiny.py)"
+            "With weights and batch sharded, this run fits on 17 or more devices of 80 GB.\n"
+            "A larger config.train.grad_accumulation and config.compute.remat = 'full' reduce the "
+            "activations.\nThe configs configs/*_tiny.py run here, such as: python -m kvjax.main "
+            "--config=configs/lrkv_tiny.py"
         )
     need = dataclasses.replace(need, weights=72 * 10**9)
-    with pytest.raises(UserError, match="an nth each: no number of devices of 80 GB"):
+    with pytest.raises(UserError, match="this run fits on no number of devices of 80 GB"):
         preflight.check_memory(run, "compute", mesh)
 
 
@@ -250,7 +249,7 @@ def test_order_of_checks_and_writes(monkeypatch):
     models = ("parent", parent), ("teacher", teacher)
     of_texts = [
         *(("set_aside_earlier_run", w), ("check_config", w, "texts", "f2")),
-        *(("prepare_dataset", data, 2.5, ("spare", True)), ("check_data", w, "rows")),
+        *(("prepare_dataset", data, 2.5, ("padded", True)), ("check_data", w, "rows")),
         *(
             ("check_tokenizer", texts, "rows", *models),
             ("write_run_identity", w, "texts", "f2", "rows"),
@@ -271,7 +270,7 @@ def test_order_of_checks_and_writes(monkeypatch):
     assert prepared("texts") == of_texts
     steps, parent, texts.train = [], None, types.SimpleNamespace(num_steps=9, parent="")
     models = ("parent", None), ("teacher", teacher)
-    of_texts[2:3] = [("prepare_dataset", data, 2.5, ("spare", False))]
+    of_texts[2:3] = [("prepare_dataset", data, 2.5, ("padded", False))]
     of_texts[4:5] = [("check_tokenizer", texts, "rows", *models)]
     assert prepared("texts") == [*of_texts, ("inherit", w, None), ("remove", w)]
     index = 1

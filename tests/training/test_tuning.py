@@ -193,7 +193,7 @@ def test_refused_parents_and_teachers(source, whole, tmp_path):
     _bad(other, tmp_path, r"(?s)holds another model than.*latent_key: checkpoint \(2, 32, 2, 4\)")
     other = config(parent=here)
     other.model.logit_softcap = 3.0
-    _bad(other, tmp_path, "config.train.parent = .*computes with them otherwise")
+    _bad(other, tmp_path, "config.train.parent = .*but it is a different model")
     other = config()
     other.optimizer.tuned = ("attention", "keys")
     _bad(other, tmp_path, "config.optimizer.tuned: no parameter has 'keys' in its name; there are ")
