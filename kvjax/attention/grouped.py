@@ -407,14 +407,17 @@ class Grouped(Mechanism):
         rope_base: Base | None,
         **options,
     ) -> tuple[DecodeInputs, dict[str, jax.Array]] | None:
-        """See `Mechanism.prepare`: one token of MHA, GQA, MQA, or LRKV under RoPE, on a GPU."""
+        """Takes one token per sequence of MHA, GQA, MQA, or LRKV under RoPE, in bfloat16 on a GPU.
+
+        See `Mechanism.prepare`.
+        """
         c, (B, T, _), packed = self.config, x_BTD.shape, self.packed_columns
         plain = c.qk_norm in ("none", "rms") and c.tie == "none" and not c.query_rank
         if c.rank:
             plain = plain and c.rope == "full" and rope_base is not None
         if not plain or c.bias or c.alibi or c.position_channels or T > 1 or not packed:
             return None
-        # Shapes suffice to choose: queries are projected by the kernel.
+        # The choice of a kernel depends on the queries' shape alone; the kernel projects them.
         query = jax.ShapeDtypeStruct((B, T, c.num_heads, c.key_dim), x_BTD.dtype)
         inputs = self.decode_inputs(query, rope_base)
         if api.chosen(inputs, layer, **options) != "gpu" or x_BTD.dtype != jnp.bfloat16:

@@ -114,7 +114,7 @@ def processes(indices: list[int]) -> str:
 
 
 def folder_leaders(name: str, folder: epath.Path) -> list[int]:
-    """Finds out which processes share a folder; returns for each process the lowest index.
+    """Returns, for each process, the lowest index of the processes that share its folder.
 
     Each process writes a file to its folder and looks for the files of the others.
 

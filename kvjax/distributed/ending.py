@@ -174,7 +174,7 @@ def _silent_processes() -> str:
 
 def _publish_and_exit(reason: str, status: int) -> NoReturn:
     """Publishes why this process ends, and ends it."""
-    # Before publishing, after which process 0 may exit: that aborts this process.
+    # Set first: once the reason is published, process 0 may exit, which aborts this process.
     abort_message.set(status, lambda: reason)
     with contextlib.suppress(Exception):
         agreement.client().key_value_set(f"{_ENDED}{agreement.index()}", f"{status} {reason}")

@@ -16,8 +16,8 @@ class Interruption:
     """A stop signal that all processes of a job obey after the same step.
 
     A process that has dispatched n steps has the results of step n - 1, to which all contributed.
-    So no other process is more than one step ahead, and if it requests a stop after step n + 2, all
-    read the request in time. Each step costs one read of the coordination service, while the
+    So no other process is more than one step ahead. The process requests a stop after step n + 2,
+    which all others read in time. Each step costs one read of the coordination service, while the
     devices compute.
 
     Attributes:

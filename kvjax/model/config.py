@@ -81,7 +81,7 @@ class BlockConfig:
         between("config.model.embedding_std", self.embedding_std, 0.0, 10.0)
         between("config.model.matrix_std", self.matrix_std, 0.0, 10.0)
         between("config.model.norm_epsilon", self.norm_epsilon, 0.0, 1.0)
-        between("config.model.rope_base", self.rope_base, 1.0, 1e38)  # 1e16: padded channels
+        between("config.model.rope_base", self.rope_base, 1.0, 1e38)  # padded channels need 1e16
         between("config.model.rope_factor", self.rope_factor, 1.0, 1e6)
         between("config.model.rope_attention_factor", self.rope_attention_factor, 1e-3, 1e3)
         between(

@@ -26,7 +26,7 @@ class LayerKind(NamedTuple):
 
 
 class Pattern(NamedTuple):
-    """Kinds of consecutive layers: those of a unit, repeated `repeats` times."""
+    """Kinds of consecutive layers: a unit, repeated `repeats` times."""
 
     unit: tuple[LayerKind, ...]
     repeats: int
@@ -38,7 +38,7 @@ class Pattern(NamedTuple):
 
 @functools.cache
 def patterns(kinds: tuple[LayerKind, ...]) -> tuple[Pattern, ...]:
-    """Splits the layers into patterns, so that the compiled program contains as few as possible.
+    """Splits layers into patterns, such that the compiled program contains the fewest layers.
 
     A program contains each layer of a unit once, however often the unit is repeated. For example,
     four times (5 local layers, 1 global layer) and then 2 local layers become ((5 local, 1 global),

@@ -18,7 +18,7 @@ from kvjax.workdir import trained
 
 
 def parent_model(experiment: Experiment, parent: trained.SavedModel) -> TransformerConfig:
-    """Returns the model that a run's parent must be: the run's, with the parent's vocabulary size.
+    """Returns the run's model with the vocabulary size of its parent, which must have that model.
 
     Raises:
       UserError: the run's vocabulary is too small for the parent's and the special tokens.
@@ -109,7 +109,7 @@ def _tokenizer(
 
 
 def _prepare_together(experiment: Experiment, tokenizer: Tokenizer) -> epath.Path:
-    """Prepares the rows, once per shared folder, in its first process; returns the folder."""
+    """Prepares the rows in the first process that has the folder; returns the folder."""
 
     def rows(shown: bool) -> epath.Path:
         return prepare.prepare(experiment.mixture, experiment.data, tokenizer, shown=shown)

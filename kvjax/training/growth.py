@@ -60,6 +60,6 @@ def _growable_names(params: dict) -> list[str]:
 
 
 def _unsharded_along(sharding: jax.sharding.NamedSharding, axis: int) -> jax.sharding.NamedSharding:
-    """Replicates an axis: that of the parent's vocabulary, which the mesh may not divide."""
+    """Replicates the vocabulary axis, since the mesh may not divide the parent's vocabulary."""
     spec = [None if i == axis else name for i, name in enumerate(sharding.spec)]
     return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*spec))

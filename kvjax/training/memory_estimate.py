@@ -1,9 +1,9 @@
 """Estimates the device memory of a training step from shapes.
 
 The estimate serves to refuse runs and to choose what to compile. For the paper-scale runs, the
-memory that TPU compilers reserve differs from it by at most 3 % between steps and 11 % during a
-step. With heads of 64 or 160 channels, which the compiler may pad to lanes of 128, it is up to 28 %
-more (tests/training/test_memory_estimate.py).
+memory that TPU compilers reserve differs from the estimate by at most 3 % between steps and 11 %
+during a step. With heads of 64 or 160 channels, which compilers may pad to lanes of 128, they
+reserve up to 28 % more (tests/training/test_memory_estimate.py).
 """
 
 import dataclasses
@@ -199,7 +199,7 @@ class WeightProducts:
     """Matrix products with weights that the backward pass reads, per token over all layers."""
 
     saved: int  # elements that the policy "dots" saves: products with weights without batch axis
-    from_latents: int  # those of them that are keys and values expanded from latents
+    from_latents: int  # elements of `saved` that are keys and values expanded from latents
     expansions: int  # multiply-adds with weights that have a batch axis
 
 

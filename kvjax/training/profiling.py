@@ -31,7 +31,7 @@ class StepTrace:
     Args:
       folder: the trace is written to plugins/profile/TIME/ in it (xplane.pb for TensorBoard,
         perfetto_trace.json.gz); None: nothing is traced, as on all processes but the first.
-      start: steps of the run before this process.
+      start: number of steps that the run took before this process.
       clock, goodput: do not count the time to start and write the trace as training.
     """
 

@@ -25,7 +25,7 @@ from kvjax.workdir import storage
 
 CHECKPOINTS = "checkpoints"  # the folder in a workdir
 SNAPSHOTS = "snapshots"  # the folder of parameters kept for analysis (`snapshot_every`)
-# Reading a shard reads whole chunks, so small chunks read less that is not needed.
+# Chunks are read whole: the smaller they are, the fewer bytes are read beside those of a shard.
 CHUNK_BYTES = 1 << 24
 
 
