@@ -47,7 +47,8 @@ class DataConfig:
       skipped and counted.
     tokenizer: `bpe` (trained here on the training split), `byte`, or the path of a
       `tokenizer.json`. For conversations also `parent`, the tokenizer of config.train.parent.
-    vocab_size: tokens of the trained BPE, including special tokens; unused by other tokenizers.
+    vocab_size: tokens of the trained BPE, including special tokens. Preparation ignores it for
+      other tokenizers, but a run must give their size here.
     sequence_length: T; rows hold T + 1 tokens.
     specials: special tokens of the tokenizer. `bos`: those of a loaded tokenizer, or `<|bos|>` of
       one trained here. `chat`: also the special tokens of conversations, nine in all.

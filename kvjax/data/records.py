@@ -1,6 +1,6 @@
 """Reads rows of JSON lines, Parquet, TFDS and CSV as objects, with their positions for messages.
 
-Texts (`record_readers`), conversations and benchmark questions are read by it.
+Used for texts (`record_readers`), conversations and benchmark questions.
 """
 
 import codecs
@@ -298,7 +298,7 @@ def tfds_rows(
         place = f"{name}, example {i}"
         try:
             example = examples[i]
-        except Exception as error:  # TFDS's errors do not tell damage from network failures
+        except Exception as error:  # TFDS's errors do not distinguish damage from network failures
             raise DataError(f"{place} cannot be read: {first_line(error)}") from error
         yield place, example
 

@@ -81,7 +81,8 @@ class BlockConfig:
         between("config.model.embedding_std", self.embedding_std, 0.0, 10.0)
         between("config.model.matrix_std", self.matrix_std, 0.0, 10.0)
         between("config.model.norm_epsilon", self.norm_epsilon, 0.0, 1.0)
-        between("config.model.rope_base", self.rope_base, 1.0, 1e38)  # padded channels need 1e16
+        # Exports that pad RoPE's channels raise the base to a power, to 1e16 for example.
+        between("config.model.rope_base", self.rope_base, 1.0, 1e38)
         between("config.model.rope_factor", self.rope_factor, 1.0, 1e6)
         between("config.model.rope_attention_factor", self.rope_attention_factor, 1e-3, 1e3)
         between(
