@@ -103,7 +103,9 @@ class ComputeConfig:
     remat: str = "none"
     unroll: str = "auto"  # unroll the scan over layers: "on", "off", "auto" (CPU, up to 8 layers)
     query_chunk: int = -1  # queries per chunk of XLA's attention; 0: all; -1: 64 on CPU, else all
-    loss_chunks: int = 8  # slices of a row whose logits are computed at once
+    # Slices that a device's tokens are cut into, of whose logits one's are in memory: at least this
+    # many, and more where a slice would have over 2^27 logits.
+    loss_chunks: int = 8
     attention: str = "auto"  # "xla", "splash" (TPU), "cudnn" (GPU) or "auto" (by device)
 
     def __post_init__(self):

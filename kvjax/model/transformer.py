@@ -56,7 +56,7 @@ class Compute:
     remat: str = "none"  # a key of REMAT_POLICIES
     unroll: bool = False  # unroll the scan over layers (faster on CPU, slower to compile)
     query_chunk: int = 0  # see `softmax_attention`
-    loss_chunks: int = 8  # see `loss.token_losses`
+    loss_chunks: int = 8  # see `loss.num_slices`
     attention: str | None = None  # implementation of `softmax_attention`; None: by device
     # Several devices: activations are sharded over the batch (and `sequence`), weights are gathered
     # before use (FSDP). Without these constraints the compiler shards activations like the

@@ -17,6 +17,7 @@ from kvjax.foundation.rounding import round_up
 from kvjax.layers.weight import Axes
 from kvjax.model import parameters
 from kvjax.model.config import TransformerConfig
+from kvjax.model.loss import num_slices
 from kvjax.model.transformer import Compute
 from kvjax.optim import OptimizerConfig, parameter_labels, trainable
 
@@ -163,10 +164,10 @@ def estimate(
     # times.
     keys_values = max(m.key_heads * (m.query_dim + m.value_dim) for m in config.mechanisms)
     per_token += 7 * itemsize * keys_values * (sequence - 1) / tensor
-    # Logits and their gradient in float32, and the gradient cast for its products.
-    cast = compute.dtype.itemsize if compute.dtype.itemsize < 4 else 0
-    per_token += (2 * 4 + cast) * config.vocab_size / tensor / compute.loss_chunks
     tokens = rows_per_device * sequence_length // sequence
+    # One slice's logits, and their gradient in the dtype of its products.
+    logits = config.vocab_size / num_slices(tokens, config.vocab_size, compute.loss_chunks)
+    per_token += (4 + itemsize) * logits / tensor
     return dataclasses.replace(
         resident,
         gradients=min(accumulation_steps, 2) * resident.gradients,

@@ -12,6 +12,7 @@ from kvjax.costs import formulas
 from kvjax.distributed import sharding
 from kvjax.foundation.checkout import CONFIGS
 from kvjax.model.config import BlockConfig, TransformerConfig
+from kvjax.model.loss import num_slices
 from kvjax.model.transformer import Compute
 from kvjax.optim import OptimizerConfig
 from kvjax.training import memory_estimate
@@ -69,10 +70,10 @@ def test_every_part_of_an_estimate(make_mechanism):
     assert figures == [  # parameters, optimizer, gradients, weights, activations
         (56_576, 33_760, 28_960, 62_720, 778_752),
         (28_288, 16_880, 14_480, 31_360, 254_016),
-        (212_320, 220_864, 212_320, 33_760, 4_257_504),
-        (138_416, 142_688, 138_416, 16_880, 1_464_156),
-        (212_320, 220_864, 424_640, 33_760, 1_727_328),
-        (138_416, 142_688, 276_832, 16_880, 558_636),
+        (212_320, 220_864, 212_320, 33_760, 4_252_704),
+        (138_416, 142_688, 138_416, 16_880, 1_463_556),
+        (212_320, 220_864, 424_640, 33_760, 1_722_528),
+        (138_416, 142_688, 276_832, 16_880, 558_036),
         (28_960, 10_752, 5_376, 62_720, 547_008),
         (14_480, 5_376, 2_688, 31_360, 202_008),
         (28_960, 33_760, 28_960, 62_720, 299_712),
@@ -124,10 +125,11 @@ def test_estimates_are_near_what_tpu_compilers_reserve(target, result):
     """Arguments within 3 %, temporaries within 11 %, or 25 % if heads do not fill the lanes."""
     run, mesh = target.experiment, result["mesh"]
     shards = mesh["data"] * mesh["fsdp"]
+    rows = run.train.batch_size // run.train.grad_accumulation // shards
     estimate = memory_estimate.estimate(
         run.model,
         run.compute.resolve("tpu", run.model.block.num_layers),
-        rows_per_device=run.train.batch_size // run.train.grad_accumulation // shards,
+        rows_per_device=rows,
         sequence_length=run.data.sequence_length,
         **{axis: mesh[axis] for axis in ("fsdp", "tensor", "sequence")},
         accumulation_steps=run.train.grad_accumulation,
@@ -140,4 +142,9 @@ def test_estimates_are_near_what_tpu_compilers_reserve(target, result):
     lanes, dims = memory_estimate.lane_width("tpu"), [m.value_dim for m in run.model.mechanisms]
     is_padded = any(dim % lanes and dim < 2 * lanes for dim in dims)  # of 64, 96 or 160 channels
     tolerance = 0.25 if is_padded else 0.11
-    assert estimate.temporaries == pytest.approx(memory["temporaries"], rel=tolerance)
+    temporaries = estimate.temporaries
+    if result["made_by"]["date"] < "2026-11-30":  # an eighth of all logits were held, in 10 bytes
+        V, tokens = run.model.vocab_size, rows * run.data.sequence_length // mesh["sequence"]
+        held = 10 / 8 - 6 / num_slices(tokens, V, 8)
+        temporaries += round(tokens * V / mesh["tensor"] * held)
+    assert temporaries == pytest.approx(memory["temporaries"], rel=tolerance)
