@@ -1,7 +1,7 @@
-"""Measurements of `kvjax.analysis` reduced to one number each.
+"""Reduces each measurement of `kvjax.analysis` to one number.
 
-Means over layers, heads or pairs of heads, on the held-out parts of both embedded books, in windows
-of the model's training length.
+A number is the mean over layers, heads or pairs of heads. Texts are the held-out parts of both
+embedded books, in windows of the model's training length.
 """
 
 from collections.abc import Callable, Iterable
@@ -57,7 +57,7 @@ def of_model(model: LazyModel, *, trained: bool = True) -> Numbers:
 def _if_there(
     measure: Callable[[LazyModel, Request], Numbers], model: LazyModel, request: Request
 ) -> Numbers:
-    """Returns `measure(model, request)`, or {} if the report of its name refuses the model."""
+    """Returns `measure(model, request)`; {} if the report of the same name refuses the model."""
     try:
         reports.module(measure.__name__).check(model, request)
     except UserError:

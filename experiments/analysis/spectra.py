@@ -1,4 +1,4 @@
-"""Summaries of logit spectra, and a verdict on the paper's gap between weights and logits."""
+"""Summarises logit spectra, and judges the gap between weights and logits that the paper claims."""
 
 from collections.abc import Iterator, Mapping
 import dataclasses
@@ -49,7 +49,7 @@ class Gap:
 
 
 class Spectra:
-    """Reader of the JSON that the logits report makes of a model (its `tables.data`)."""
+    """Reads the JSON of a model's logits report (its `tables.data`)."""
 
     def __init__(self, data: Mapping):
         self.data, self.model = data, data["model"]

@@ -1,7 +1,7 @@
 """Whisper's decoder as a `Model` that the reports of `kvjax.analysis` read layer by layer.
 
-Its layers are kvjax's, with cross-attention after self-attention. The cross-attention is to the
-frames of silence: its keys and values are the same for every text. `CrossBlock` implements it.
+Layers are kvjax's, with cross-attention after self-attention (`CrossBlock`). Cross-attention reads
+the encoder's frames for silence, so its keys and values are the same for every text.
 """
 
 from flax import nnx, traverse_util

@@ -1,7 +1,8 @@
-"""Perplexity before tuning: a curve over ranks for each conversion method.
+"""Measures perplexity before tuning: a curve over ranks for each conversion method.
 
-A point is a rank, in the tables' unit, and the methods applied in turn. A total rank of all heads
-is divided by their number and rounded down, as in thin keys' Table 5.
+A point of a curve has a rank, in the unit of the tables, and conversion methods that are applied
+one after another. A total rank of all heads is divided by their number and rounded down, as in thin
+keys' Table 5.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,7 @@ from kvjax.attention.mechanism import MechanismConfig
 from kvjax.convert.methods import LowRankKV, Method, ThinKeys
 from kvjax.foundation import progress
 
-Methods = tuple[Method, ...]  # applied in turn; (): the original
+Methods = tuple[Method, ...]  # applied one after another; (): the original model
 OBJECTIVES = {  # by part; for queries, "outputs" would equal "inputs"
     "key": ("weights", "inputs", "outputs"),
     "query": ("weights", "inputs"),

@@ -2,9 +2,9 @@
 
     python -m experiments.conversion.methods_by_size --sizes=0.75,0.5,0.375,0.25 --methods=mla,gqa
 
-Converts SmolLM2-135M-Instruct, or --model, as `python -m kvjax.convert --method=NAME --cache=SIZE`
-does, without writing a workdir. Points that results/conversion.jsonl already has are not measured
-again. If a method cannot make the cache that small, its error message is recorded instead.
+Converts SmolLM2-135M-Instruct, or --model, like `python -m kvjax.convert --method=NAME
+--cache=SIZE`, without writing a workdir. Points that results/conversion.jsonl already has are not
+measured again. If a method cannot make the cache that small, its error message is recorded instead.
 """
 
 import functools
@@ -32,7 +32,7 @@ _SECONDS_PER_POINT = 150.0  # on two CPU cores
 
 
 class _InMemory:
-    """A model whose weights stay in memory, so that two evaluations do not convert it twice."""
+    """A converted model whose weights stay in memory, so that two evaluations convert it once."""
 
     def __init__(self, model: model_lib.LazyModel):
         self._model, self.read = model, functools.cache(model.read)
@@ -71,8 +71,8 @@ class _Subject:
         """Returns cache bytes per token and perplexity by row length after conversion.
 
         Args:
-          method: of `kvjax.convert`; "none": the original model.
-          size: of the cache, as a share of the original's.
+          method: a method of `kvjax.convert`; "none": the original model.
+          size: the cache's size as a share of the original's.
         """
         original_bytes = choice.cache_bytes(self.model)
         if method == "none":

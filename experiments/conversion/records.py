@@ -1,7 +1,7 @@
 """Results of the conversion studies: a record for each curve or run in results/conversion.jsonl.
 
-A record holds its `settings`, figures, `seconds` and `made_by`. A failure holds its `error`; the
-next call tries it again.
+A record has `settings`, figures, `seconds` and `made_by`. After a failure it has `error` instead of
+figures; the next call tries again.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""SmolLM2-135M (GQA, RoPE) converted: perplexity by rank, and tuning with the kvjax commands."""
+"""Converts SmolLM2-135M (GQA, RoPE): perplexity by rank, and tuning with kvjax's commands."""
 
 from collections.abc import Sequence
 import contextlib
@@ -152,10 +152,10 @@ def rank_tasks(subject: Subject) -> list[records.Task]:
 
 
 def _split(subject: Subject, ranks: Sequence[int]) -> dict:
-    """Measures one latent of all keys and one of all values, with different ranks.
+    """Measures one latent of all keys and one latent of all values, with different ranks.
 
-    The budget is the bytes of keys and values of equal rank, for each of `ranks`. It is divided as
-    by `kvjax.convert --cache`: so that attention's outputs change least.
+    For each of `ranks` the budget is the cache size at which both latents have that rank. The
+    budget is divided like by `kvjax.convert --cache`: such that attention's outputs change least.
     """
     config, methods = subject.model.transformer, {}
     whole = formulas.cache_bytes_per_token(config, _DTYPE)

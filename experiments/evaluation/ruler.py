@@ -3,7 +3,7 @@
     python -m kvjax.evaluate --workdir=runs/smollm2 --tasks=ruler --ruler_lengths=1024  # and others
     python -m experiments.evaluation.ruler --workdirs=runs/smollm2,runs/smollm2_half [--save]
 
-No model is run. Differences are from the first model on the same questions, see `kvjax.evaluate
+Runs no model. Differences are from the first model on the same questions, as in `kvjax.evaluate
 --compare`.
 """
 

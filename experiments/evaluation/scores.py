@@ -3,7 +3,7 @@
     python -m kvjax.evaluate --workdir=runs/smollm2 --tasks=mmlu --data=FOLDER  # for each workdir
     python -m experiments.evaluation.scores --workdirs=runs/smollm2,runs/smollm2_half [--save]
 
-No model is run. Differences from the first model are paired by question, with the interval and the
+Runs no model. Differences from the first model are paired by question, with the interval and the
 exact test of `kvjax.evaluate --compare`.
 """
 

@@ -1,13 +1,14 @@
-"""Scores of token eviction by kvpress on RULER's questions, beside the whole cache.
+"""Scores token eviction by kvpress on RULER's questions, for comparison with the whole cache.
 
     python3.11 -m venv .venv-kvpress
     .venv-kvpress/bin/pip install torch==2.13.0 kvpress==0.5.5 'transformers<5.3'
     python -m experiments.evaluation.token_eviction --workdir=runs/smollm2 --task=vt [--save]
 
-kvpress runs in a process of its own, on the same float32 weights, exported by kvjax, and on the
-same token ids as `kvjax.evaluate --tasks=ruler`. A press evicts tokens once, after it has seen the
-whole prompt with its question, and keeps the share --cache of them; the answer's tokens all stay.
-`none` keeps everything, and should have the scores of `kvjax.evaluate`.
+kvpress runs in a process of its own. It has the same float32 weights, exported by kvjax, and the
+same token ids as `kvjax.evaluate --tasks=ruler`. A press (kvpress's word for a method) evicts
+tokens once, after it has seen the whole prompt with its question, and keeps the share --cache of
+them. All tokens of the answer stay. The press `none` keeps everything, and should have the scores
+of `kvjax.evaluate`.
 """
 
 from collections.abc import Iterator

@@ -1,8 +1,8 @@
 """Turns claims (tables of TOML) into verdicts.
 
-A claim names its rule and the rule's options. A rule reads `experiments/results/`, computes from
-shapes, or does arithmetic on the paper's own figures; without the result it needs, the verdict is
-"not measured yet". Rules for the claims of one paper are in `rules_*.py`.
+A claim names a rule and the rule's options. A rule reads `experiments/results/`, computes from
+shapes, or does arithmetic on the paper's own figures. If it needs a result that is missing, the
+verdict is "not measured yet". Rules for the claims of one paper are in `rules_*.py`.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -68,13 +68,13 @@ SOURCES: dict[str, Callable[..., Difference]] = {}
 
 
 def rule(function: Callable[..., Judgement]) -> Callable[..., Judgement]:
-    """Registers a rule, which claims name and give options."""
+    """Registers a rule under its name; a claim names the rule and its options."""
     RULES[function.__name__] = function
     return function
 
 
 def source(function: Callable[..., Difference]) -> Callable[..., Difference]:
-    """Registers a source of differences, which claims name with its arguments."""
+    """Registers a source of differences under its name; a claim names it and its arguments."""
     SOURCES[function.__name__] = function
     return function
 
@@ -99,7 +99,7 @@ def judge(claim: Mapping) -> Judgement:
 
 
 def combined(verdicts: Collection[str]) -> str:
-    """Returns one verdict on several cases: in part if only some are as claimed."""
+    """Returns one verdict on several cases: "in part" if only some are as claimed."""
     if REPRODUCED in verdicts or IN_PART in verdicts:
         return REPRODUCED if set(verdicts) == {REPRODUCED} else IN_PART
     return CONTRADICTED if CONTRADICTED in verdicts else INDISTINCT
@@ -222,7 +222,7 @@ def arithmetic(holds: Mapping[str, str], why: str) -> Judgement:
 
 @rule
 def twice(one: str, other: str) -> Judgement:
-    """Checks a figure that is printed in two places."""
+    """Checks that a figure that the paper prints twice is the same in both places."""
     same = printed.span(one).meets(printed.span(other))
     return cases({"one figure": same}, f"{one} here, {other} there")
 
@@ -240,7 +240,7 @@ def sign(of: Mapping, sign: int, digits: str, scale: str) -> Judgement:
     Args:
       of: {source: arguments}.
       sign: claimed, 1 or -1.
-      scale: text: the unit, and which models were trained.
+      scale: text for the verdict: the unit, and the models that were trained.
     """
     estimate, seeds = difference_of(of)
     ours = _over_seeds(estimate, seeds, digits, scale)

@@ -11,7 +11,7 @@ from kvjax.foundation.intervals import Estimate, difference
 
 @judge.rule
 def folds(why: str) -> judge.Judgement:
-    """Checks q·(s + B r) = q·s + (q B)·r, with and without RoPE behind the projections."""
+    """Checks if q·(s + B r) = q·s + (q B)·r, with and without RoPE after the projections."""
     return judge.cases(
         {"no rotation": fold_gap(rope=False) < 1e-9, "RoPE": fold_gap(rope=True) < 1e-9}, why
     )

@@ -33,7 +33,7 @@ _GRID_OF_IMAGES = {
     "patches": (4, 7),
     "rates": (1e-3, 1e-4),
 }
-# The shortest rows by which a task is judged: all variants solve shorter ones.
+# The shortest rows that count in a task's verdict: all variants solve shorter rows.
 _LENGTHS = {"sort": 16, "reverse": 64, "swap": 64}
 
 # -- sequence tasks --------------------------------------------------------------------------------

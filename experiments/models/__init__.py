@@ -1,1 +1,1 @@
-"""Models and mechanisms that only studies use, for one device."""
+"""Models and mechanisms that only the studies use; they run on one device."""

@@ -2,11 +2,12 @@
 
     K_n = m W_K + (m U^K_n) B^K_n      V_n = m W_V + (m U^V_n) B^V_n      q_n = x W^Q_n
 
-The family of `grouped.py`: LRKV, as the paper proposes it for future work (section 7), MHA, GQA,
-MQA and thin keys. A memory is encoded once, and every query attends to all of it.
+Mechanisms are those of `grouped.py`: MHA, GQA, MQA, thin keys, and LRKV, whose cross-attention the
+paper proposes for future work (section 7). A memory is encoded once, and every query attends to the
+whole memory.
 
-Cache: per memory token 2(H + N·R) elements for LRKV, and N float32 values of 1/rms if keys are
-normalised. Without RoPE, eq. 3 and 4 hold as written, up to the 1/rms.
+Cache of LRKV per memory token: 2(H + N·R) elements, and N float32 values of 1/rms if keys are
+normalised. Without RoPE, LRKV's eq. 3 and 4 hold as written, except for the factor 1/rms.
 """
 
 from collections.abc import Mapping

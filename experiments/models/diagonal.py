@@ -2,11 +2,12 @@
 
     S = K Kᵀ        S'_tt = S_tt / mean_s S_ss        # projection sharing (arXiv 2606.04032) fig. 5
 
-A token's score with itself is its squared norm, which mostly exceeds its other scores; the paper
+A token's score with itself is its squared norm, which usually exceeds its other scores; the paper
 tried this remedy (section 2.5). Logits are S' times 1/sqrt(H), as usual. The mean over the row
 includes later tokens, so this is for bidirectional models, which have no cache. It works with any
-attention kernel: T channels are added to keys (one-hot at the key's position) and to queries
-(S'_tt - S_tt at the query's position). They come on top of `query_dim`, so rows should be short.
+attention kernel: T more channels of the keys are one-hot at the key's position, and T more channels
+of the queries have S'_tt - S_tt at the query's position. Since T channels are added, rows should be
+short.
 """
 
 import dataclasses
@@ -59,7 +60,7 @@ class Diagonal(Grouped):
 
 
 def _with_places(x_BTNH: jax.Array, amount_BTN: jax.Array, positions: Positions) -> jax.Array:
-    """Appends T channels: one-hot at the token's position, times `at_BTN`."""
+    """Appends T channels: one-hot at the token's position, times `amount_BTN`."""
     T = x_BTNH.shape[1]
     places_BTT = jax.nn.one_hot(jnp.asarray(positions.index), T, dtype=x_BTNH.dtype)
     return jnp.concatenate([x_BTNH, amount_BTN[..., None] * places_BTT[:, :, None]], axis=-1)

@@ -1,8 +1,8 @@
 """A small encoder-decoder: the source is encoded once, and every decoder layer attends to it.
 
 Blocks are the Transformer's; decoder blocks have cross-attention between attention and MLP. There
-is no norm after the embedding, and positions are RoPE or none. Layers are not scanned: for models
-that fit one device.
+is no norm after the embedding, and positions are RoPE or none. Layers are not scanned and weights
+are not sharded, so models must be small.
 """
 
 import dataclasses

@@ -3,9 +3,10 @@
     S_t = λ S_(t-1) + φ(k_t) v_tᵀ        n_t = λ n_(t-1) + φ(k_t)
     y_t = φ(q_t)ᵀ S_t / φ(q_t)ᵀ n_t              # projection sharing (arXiv 2606.04032) eq. 5 to 7
 
-with φ(x) = elu(x) + 1 (arXiv 2006.16236). Tied, q = k = v (projection sharing, section A.1). The
-cache is a state [N, H, Hv] and [N, H] per layer, for a text of any length. The paper gives S a
-decay λ and does not mention the normaliser n; here both decay, so y is a weighted mean of values.
+with φ(x) = elu(x) + 1 (arXiv 2006.16236). In the tied form q = k = v (projection sharing, section
+A.1). The cache of a layer is the state, [N, H, Hv] and [N, H], for a text of any length. The paper
+gives S a decay λ and does not mention the normaliser n. Here both decay, so that y is a weighted
+mean of values.
 
 Three forms of one function: `parallel` over all pairs of tokens, `recurrent` token by token, and
 `chunked` for training, which is parallel within a chunk and recurrent between chunks.

@@ -1,7 +1,7 @@
 """A language model of linear attention, with a state of constant size.
 
-Blocks are the Transformer's except for attention. Layers are not scanned and there is one device:
-for comparison with Transformers of equal size.
+Blocks are the Transformer's, with linear attention. Layers are not scanned and weights are not
+sharded: the model is for comparison with small Transformers.
 """
 
 import dataclasses

@@ -5,7 +5,7 @@
     Also: h200:8 (8 chips).
 
 A target is a topology, its number of chips, and config overrides for it. A variant, one of several
-configs in a file, has no docstring: TARGETS has the target of its scale.
+configs in a file, has no docstring of its own: its target is the one of its scale in TARGETS.
 """
 
 import ast

@@ -1,4 +1,4 @@
-"""A figure from a paper beside ours, and the comparison of the two."""
+"""A figure that a paper prints, the figure from our shapes, and their comparison."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ from kvjax.model.config import TransformerConfig
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """A paper's printed figure and ours from the shapes, in the same unit."""
+    """A paper's printed figure, and the figure from our shapes in the same unit."""
 
     what: str
     unit: str
@@ -30,7 +30,7 @@ class Figure:
 
     @property
     def rounded(self) -> str:
-        """Ours with the paper's decimals; one more beside a range."""
+        """Our figure with the paper's number of decimals; one more if the paper has a range."""
         decimals = len(self.paper.partition(".")[2]) + (" to " in self.paper)
         return f"{self.ours:,.{decimals}f}"
 

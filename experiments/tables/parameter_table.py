@@ -2,9 +2,9 @@
 
     python -m experiments.tables.parameter_table [--markdown]
 
-The tables of scaling_table.py list the variants of one file. Source: LRKV paper, section 5 (scales)
-and Table 2 (cache), with the corrections in experiments/reports/configs.md. --markdown prints that
-page's table.
+Variants of one file are in the tables of scaling_table.py. Source: LRKV paper, section 5 (scales)
+and Table 2 (cache), with the corrections in experiments/reports/configs.md. --markdown prints the
+table of that page.
 """
 
 import pathlib

@@ -1,4 +1,4 @@
-"""Writes reports/provenance.md: results that a commit of this history reproduces, and the others.
+"""Writes reports/provenance.md, which lists the results that no commit of this history reproduces.
 
     python -m experiments.tables.provenance_table            # writes the page
     python -m experiments.tables.provenance_table --check    # status 1 if the page differs

@@ -5,12 +5,13 @@
     python -m experiments.tables.scaling_table                      # writes the table, lab notes
     python -m experiments.tables.scaling_table --check              # status 1 if they differ
 
-A lab note, the docstring of a config, names the chips to compile for (lab_notes.py). The page also
-has a table of each file with variants (variants.py).
---compile runs `python -m kvjax.aot` for each config whose result in results/aot.jsonl is missing or
-of another version of the config, one after another, each in its own process. It can be interrupted
-and started again. Without flags, the table and the line "At least" of each lab note are written
-from the results; configs without a result are marked.
+The docstring of a config, its lab note, names the chips to compile for (lab_notes.py). The page
+also has a table for each file with variants (variants.py).
+
+--compile runs `python -m kvjax.aot` for each config that has no result in results/aot.jsonl, or
+whose result is of an earlier version of the config; one after another, each in its own process. It
+can be interrupted and started again. Without flags, the command writes the table, and the line "At
+least" of each lab note, from the results; configs without a result are marked.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Tables of the configs that are variants of one file: shapes, sizes, budgets and notes.
+"""Tables of config files with variants: each variant's shapes, sizes, budget and note.
 
 `scaling_table` writes them to experiments/reports/configs.md.
 """

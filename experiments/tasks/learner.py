@@ -1,6 +1,6 @@
 """Trains small models that label positions or rows; one compiled program serves all seeds.
 
-Each dispatch scans over a chunk of steps: small models would otherwise wait for the host.
+A program scans over a chunk of steps; otherwise small models would wait for the host.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -131,8 +131,8 @@ class Learner:
     Args:
       make: key -> model.
       loss: (model, batch, dropout key or None) -> scalar.
-      right: (model, batch) -> (prediction is correct, label counts), per label; or another figure
-        in place of the first.
+      right: (model, batch) -> per label, True if the prediction is correct, and True if the label
+        counts. The first may be another figure than correctness.
       chunk: steps per dispatch.
       has_dropout: the loss uses a dropout key.
     """
@@ -261,7 +261,7 @@ class Learner:
         return Trained(params, losses_S)
 
     def accuracy(self, trained: "Trained", batches: Sequence[Batch]) -> float:
-        """Returns the mean over counted labels of what `right` returns, by default the accuracy."""
+        """Returns the mean of `right` over counted labels: the accuracy, unless it is redefined."""
         sums = [self._judge(trained.params, batch) for batch in batches]
         return float(sum(right for right, _ in sums) / sum(count for _, count in sums))
 

@@ -55,7 +55,7 @@ def paragraphs(split: str) -> list[np.ndarray]:
 def padded(documents: Sequence[np.ndarray], length: int) -> dict[str, np.ndarray]:
     """Returns one document per row, truncated or padded with EOS, next bytes and a mask of text.
 
-    The first EOS after a document counts as text: the model has to predict its end.
+    The first EOS after a document counts as text, because the model has to predict the end.
     """
     x = np.full((len(documents), length + 1), EOS, np.int32)
     real = np.zeros((len(documents), length), bool)

@@ -1,10 +1,10 @@
 """WikiText as words, prepared as in the thin keys paper (section 3.3 and its code).
 
-Lines are stripped; empty lines and headings (starting with "=") are dropped. The others are
-lower-cased and split at white space, and each is followed by <eos>. The vocabulary is <pad>, <unk>,
-<eos> and then every frequent word of the training text, in alphabetical order. WikiText's text
-contains "<unk>" as a word, so <unk> gets a second id, which is used; the embedding keeps a row for
-the first, since the paper counts its parameters.
+Lines are stripped; empty lines and headings (starting with "=") are dropped. Other lines are
+lower-cased and split at white space, and <eos> is added after each. The vocabulary is <pad>, <unk>,
+<eos>, and the frequent words of the training text in alphabetical order. WikiText contains "<unk>"
+as a word, so <unk> has two ids: texts use the second, but the embedding has a row for the first
+too, because the paper counts its parameters.
 """
 
 import collections

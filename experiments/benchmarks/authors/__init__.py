@@ -1,1 +1,1 @@
-"""Attention modules of other authors beside kvjax's: clones, their side, the comparisons."""
+"""Comparisons with other authors' attention modules: clones, weights, the code that runs theirs."""

@@ -1,4 +1,4 @@
-"""Comparisons: an attention module of other authors, and kvjax's mechanism with its weights.
+"""The list of comparisons: each has an attention module of other authors, and kvjax's equivalent.
 
 Sizes are distinct where the code allows it, so that two swapped axes fail.
 """

@@ -1,9 +1,9 @@
 """Converts weights of the authors' attention modules to the form of kvjax's mechanisms.
 
-A matrix of PyTorch's `Linear` is [out, in], ours [in, heads, channels]. Where a matrix reads a
-norm's output, the norm's gain is multiplied into the matrix. RoPE of kvjax rotates channel pairs
-(i, i + H/2) by +t; an `order` permutes a head's channels where the authors' RoPE has other pairs or
-rotates by -t.
+A matrix of PyTorch's `Linear` is [out, in]; kvjax's is [in, heads, channels]. If a matrix reads the
+output of a norm, the norm's gain is multiplied into the matrix. kvjax's RoPE rotates channel pairs
+(i, i + H/2) by +t. If the authors' RoPE has other pairs or rotates by -t, an `order` permutes a
+head's channels.
 """
 
 from collections.abc import Callable, Mapping, Sequence

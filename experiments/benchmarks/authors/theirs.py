@@ -1,8 +1,8 @@
-"""Outputs of the authors' attention modules with random weights, in float64.
+"""Computes outputs of the authors' attention modules with random weights, in float64.
 
-Runs in an environment with PyTorch, where kvjax need not be; `authors_code` starts it, once per
-repository. FlashAttention, which needs a GPU, is replaced by its definition. Every floating dtype
-that their code names is replaced by float64, so that rounding hides nothing.
+`authors_code` starts it once per repository, in an environment with PyTorch, which need not have
+kvjax. FlashAttention, which needs a GPU, is replaced by its definition. Every floating dtype that
+the authors' code names is replaced by float64, so that differences are not hidden by rounding.
 """
 
 import importlib
