@@ -85,7 +85,7 @@ def _differing(stored: dict, wanted: dict) -> str:
 
 
 def seconds_left(tasks: Sequence[Task], remaining: Sequence[Task]) -> float:
-    """Returns the expected seconds of the tasks in `left`, scaled by the tasks already done."""
+    """Returns the expected seconds of the remaining tasks, scaled by the speed of finished ones."""
     done = [(t, read(t.name)["seconds"]) for t in tasks if t not in remaining]
     speed = statistics.median(took / task.seconds for task, took in done) if done else 1.0
     return speed * sum(task.seconds for task in remaining)
