@@ -129,7 +129,7 @@ def train_missing(
 
 
 def refused(run: Run, folder: epath.PathLike, *, mix: bool) -> str:
-    """Returns the reason why a run cannot resume from its folder; "" if it can, or begins anew."""
+    """Returns the reason why a run can neither resume from its folder nor start; "" if it can."""
     workdir = epath.Path(folder) / run.name
     if not (workdir / grid.ABOUT).exists():
         begun = matching_entries(workdir, "*.jsonl")

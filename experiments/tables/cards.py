@@ -8,7 +8,7 @@ from matplotlib.patches import FancyBboxPatch
 from kvjax.foundation import theme
 
 INK, GRAY, LINE = theme.INK, theme.GRAY, theme.LINE
-# Colours of cached arrays: those of the mechanisms that introduced them.
+# Colours of cached arrays: an array has the colour of the mechanism that introduced it.
 FULL, RESIDUAL, LATENT = (theme.COLORS[name] for name in ("mha", "lrkv", "mla"))
 WEIGHT = theme.FAINT
 STYLE = {

@@ -36,7 +36,7 @@ class SetSpec(NamedTuple):
     kind: str  # one of KINDS
     key: str  # of config.mixture
     source: str  # a file, folder, glob or tfds:NAME
-    start: int = 0  # range of its shuffled rows
+    start: int = 0  # first row of the range, after shuffling
     stop: int | None = None
 
     @property

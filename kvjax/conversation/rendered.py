@@ -22,7 +22,7 @@ class SetCounts:
     key: str  # of config.mixture
     source: str
     sha256: str
-    rows: int  # in its files
+    rows: int  # in the set's files
     read: int = 0  # rows that the mixture uses
     cut: int = 0  # longer than the limit
     rejected: int = 0  # not conversations

@@ -53,7 +53,7 @@ def write_atomically(path: epath.Path, text: str) -> None:
 
 
 def unused(path: epath.Path) -> epath.Path:
-    """Returns the path if it is free, else with -2, -3, ... after its stem."""
+    """Returns the path if nothing exists there, else the first free one of STEM-2, STEM-3, ...."""
     candidate, number = path, 1
     while candidate.exists():
         number += 1

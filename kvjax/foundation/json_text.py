@@ -77,7 +77,7 @@ def read_object(path: epath.Path, advice: str) -> dict:
       advice: remedy for a missing or damaged file, the end of the message.
 
     Raises:
-      UserError: it is missing, unreadable, or not a JSON object.
+      UserError: the file is missing, unreadable, or not a JSON object.
     """
     try:
         tree = parse(path.read_bytes())

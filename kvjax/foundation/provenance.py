@@ -68,7 +68,7 @@ def save(
       option: the option that names the file, for messages.
 
     Raises:
-      UserError: it cannot be written there; the message says where it was written instead.
+      UserError: the file cannot be written; the message says where the result is instead.
     """
     seconds = round(time.monotonic() - _BEGUN, 1)
     record = result | {"made_by": provenance(*packages) | {"process_seconds": seconds}}

@@ -46,7 +46,7 @@ _LONGEST_NAME = 255  # bytes, on ext4, XFS, APFS and NFS
 
 
 def _absolute(key: str, text: epath.PathLike) -> epath.Path:
-    """Returns a user's path, whatever kind of file it is; see `path`."""
+    """Returns a user's path like `path`, but also of pipes and devices."""
     text = os.fspath(text)
     check_text(key, text)
     scheme, separator, rest = text.partition("://")
@@ -84,7 +84,7 @@ def cache_directory() -> epath.Path:
     """Returns the folder of reproducible files: $KVJAX_CACHE, or kvjax in the user's cache.
 
     Raises:
-      UserError: it, or a folder above it, is a file.
+      UserError: the path, or a part of it, is a file.
     """
     if cache := os.environ.get("KVJAX_CACHE"):
         return folder("KVJAX_CACHE", cache)
@@ -97,7 +97,7 @@ def folder(key: str, text: epath.PathLike) -> epath.Path:
     """Returns the path (see `path`) of a folder that exists or can be created.
 
     Raises:
-      UserError: it, or a folder above it, is a file.
+      UserError: the path, or a part of it, is a file.
     """
     absolute = _absolute(key, text)
     if not in_bucket(absolute):

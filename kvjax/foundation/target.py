@@ -20,7 +20,7 @@ def check(out: str, names: Iterable[str], option: str = "--out") -> epath.Path:
       names: names of the files to write there.
 
     Raises:
-      UserError: they cannot be written.
+      UserError: a file cannot be written there.
     """
     path = runtime.folder(option, out)
     if not in_bucket(path):
@@ -32,7 +32,7 @@ def check_file(option: str, text: str) -> epath.Path:
     """Returns the file that an option names, with links resolved, after test-writing it.
 
     Raises:
-      UserError: it cannot be written, or is a folder.
+      UserError: the file cannot be written, or is a folder.
     """
     path = runtime.path(option, text)
     if not in_bucket(path):
@@ -89,7 +89,7 @@ def folder(path: epath.Path) -> Iterator[None]:
     """Creates a folder for the block; removes it again if the block fails.
 
     Raises:
-      UserError: it cannot be created.
+      UserError: the folder cannot be created.
     """
     new = [] if in_bucket(path) else _missing(path)
     try:

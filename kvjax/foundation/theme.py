@@ -4,7 +4,7 @@ A notebook begins with
 
     from kvjax.foundation import theme; theme.notebook()
 
-A mechanism has the same colour in all figures, whatever else they show and in whatever order.
+A mechanism has the same colour in all figures.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -150,7 +150,7 @@ def notebook() -> None:
 
 @contextlib.contextmanager
 def styled(**more: object) -> Iterator[None]:
-    """Sets the common look for figures drawn in the block, whatever style the process has set.
+    """Sets the common look for figures drawn in the block, instead of the process's own style.
 
     Args:
       more: further parameters, with "__" for a dot.

@@ -22,7 +22,7 @@ class Problem:
 
 
 def check(problem: Problem) -> None:
-    """Raises a SandboxError for a problem that cannot be judged, whatever its program."""
+    """Raises a SandboxError for a problem that cannot be judged with any program."""
     called_names(problem)
 
 

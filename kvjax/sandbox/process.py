@@ -13,7 +13,7 @@ import tempfile
 import time
 
 OUT_OF_TIME = "out of time"
-_EXIT_SECONDS = 2.0  # that an interpreter may take to exit after closing its pipes
+_EXIT_SECONDS = 2.0  # time limit for an interpreter to exit after it has closed its pipes
 
 
 class Failure(Exception):

@@ -60,7 +60,7 @@ def decode(data: object, depth: int = 0) -> object:
     """Returns the value that was encoded.
 
     Raises:
-      ValueError, TypeError: not an encoding, or that of an impossible value (an unhashable key).
+      ValueError, TypeError: not an encoding, or of a value that cannot exist (an unhashable key).
     """
     if depth > NESTING:
         raise ValueError(f"nested more than {NESTING} deep")
