@@ -12,6 +12,7 @@ import sys
 
 import jax
 
+from kvjax.cache import quantized
 from kvjax.decoding import program, sampling as sampling_lib
 from kvjax.decoding.generator import Generator, check_options
 from kvjax.decoding.text import GeneratedTexts, check_stop, generate
@@ -90,6 +91,7 @@ def _run(values: argparse.Namespace) -> None:
     options = dict(num_tokens=values.num_tokens, seed=values.seed, capacity=values.capacity)
     check_options(**options)
     check_stop(values.stop)
+    quantized.bits_of(values.cache_dtype)
     implementation = values.implementation or None
     if implementation is not None:
         one_of("implementation", implementation, tuple(IMPLEMENTATIONS))
@@ -101,6 +103,7 @@ def _run(values: argparse.Namespace) -> None:
             runtime.workdir(values.workdir),
             step=values.step,
             dtype=values.dtype,
+            cache_dtype=values.cache_dtype,
             programs=mesh is None,
             implementation=implementation,
         )()

@@ -223,6 +223,7 @@ def test_bad_options(run, flags, message):
         ("--temperature=-1", "temperature = -1"),
         ("--implementation=fast", "implementation = 'fast': must be one of"),
         ("--chips=0", "chips = 0: must be at least 1"),
+        ("--cache_dtype=fp8", "cache_dtype = 'fp8': must be one of '', 'int8', 'int4'"),
         ("--chips=9", "chips = 9: there are 8 (cpu:0, cpu:1, "),
     ],
 )
@@ -230,6 +231,14 @@ def test_options_are_checked_before_weights_are_read(run, monkeypatch, flag, mes
     monkeypatch.setattr(generate_lib, "start_loading", lambda *a, **k: pytest.fail("loaded"))
     status, out, err = run("--prompt=a", flag)
     assert (status, out) == (2, "") and err.startswith((f"kvjax: --{message}", f"kvjax: {message}"))
+
+
+def test_a_quantised_cache(run):
+    """A layer has two rows of 16 and two of 2 x 4, a scale for each, and two floats: 1/rms."""
+    status, out, err = run("--prompt=The king ", "--cache_dtype=int8")
+    assert (status, bool(out)) == (0, True)
+    per_token = 2 * (2 * (16 + 4) + 2 * (8 + 4) + 2 * 4)
+    assert f"cache {128 * per_token:,} bytes = 1 x 128 tokens x {per_token} in int8" in err
 
 
 @pytest.mark.parametrize("error", [jax.errors.JaxRuntimeError, ValueError])

@@ -12,6 +12,7 @@ from kvjax.foundation import command_line
 from kvjax.foundation.checkout import ROOT
 from kvjax.foundation.errors import UserError
 from tests import page_commands
+from tests.cache.test_quantized import AT_2P5B
 
 PAGES = tuple(
     f"experiments/reports/{f.name}" for f in sorted((EXPERIMENTS / "reports").glob("*.md"))
@@ -49,6 +50,13 @@ def _exists(path):
 
 def test_the_readme_is_short():
     assert len(_text("README.md").splitlines()) <= 200
+
+
+def test_the_readme_has_the_bytes_of_quantised_caches():
+    table = [line for line in _text("README.md").splitlines() if line.startswith("| ")]
+    found = set(re.findall(r"[\d,]*\d", " ".join(table)))
+    for mechanism, counted in AT_2P5B:
+        assert {f"{count:,}" for count in counted} <= found, mechanism.title
 
 
 def test_every_page_of_reports_is_found():

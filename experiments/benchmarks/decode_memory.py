@@ -41,15 +41,22 @@ def step_memory(
     length: int,
     device: jax.Device,
     implementation: str | None = None,
+    cache_bits: int | None = None,
 ) -> dict:
-    """Returns bytes of a step (one token per sequence -> logits and cache, which is donated)."""
+    """Returns bytes of a step (one token per sequence -> logits and cache, which is donated).
+
+    Args:
+      cache_bits: of a quantised cache; None: it is in bfloat16.
+    """
 
     def make() -> Decoder:
         packed = device.platform != "cpu"
         return Decoder(Transformer(config, jax.random.key(0)), Compute(dtype=BF16), packed=packed)
 
     graph, state = nnx.split(nnx.eval_shape(make))
-    cache = cache_lib.abstract(config.mechanisms, batch=batch, capacity=length, dtype=BF16)
+    cache = cache_lib.abstract(
+        config.mechanisms, batch=batch, capacity=length, dtype=BF16, bits=cache_bits
+    )
     tokens, counts = (jax.ShapeDtypeStruct(s, jnp.int32) for s in ((batch, 1), (batch,)))
 
     def step(weights, tokens, cache, counts):
@@ -65,7 +72,7 @@ def step_memory(
     return dict(
         batch=batch,
         length=length,
-        costs=batch * length * formulas.cache_bytes_per_token(config, BF16),
+        costs=batch * length * formulas.cache_bytes_per_token(config, BF16, cache_bits),
         logical=cache_lib.live_bytes(cache),
         physical=cache_memory.argument_size_in_bytes,
         aliased=memory.alias_size_in_bytes,

@@ -22,6 +22,7 @@ import sys
 
 from kvjax import config as config_lib
 from kvjax.aot import compilation, hlo, roofline, search, tables
+from kvjax.cache import quantized
 from kvjax.config import Experiment
 from kvjax.costs import formulas
 from kvjax.foundation import command_line, progress, provenance, record_lines, runtime, target
@@ -85,12 +86,13 @@ def _attention(causal_kernel: bool, *, compiled_kernel: bool) -> str:
     return names[causal_kernel] + ("" if same else f" (compiled: {names[compiled_kernel]})")
 
 
-def decoding(experiment: Experiment, name: str, *, batch: int, length: int, chips: int) -> dict:
+def decoding(
+    experiment: Experiment, name: str, *, batch: int, length: int, chips: int, cache_dtype: str
+) -> dict:
     """Returns the result for a decode step, JSON-able; raises as `compilation.decode_step`."""
-    step = compilation.decode_step(experiment, name, batch=batch, length=length, chips=chips)
-    cost = formulas.decode_cost(
-        experiment.model, length=length, batch=batch, dtype=compilation.BF16
-    )
+    shape = dict(batch=batch, length=length, cache_bits=quantized.bits_of(cache_dtype))
+    step = compilation.decode_step(experiment, name, chips=chips, **shape)
+    cost = formulas.decode_cost(experiment.model, dtype=compilation.BF16, **shape)
     per_chip = dataclasses.replace(  # weights are replicated, caches split
         cost,
         cache_bytes=cost.cache_bytes // chips,
@@ -103,6 +105,7 @@ def decoding(experiment: Experiment, name: str, *, batch: int, length: int, chip
         topology=name,
         batch=batch,
         length=length,
+        cache_dtype=cache_dtype or "bfloat16",
         flops_per_token=cost.flops_per_token,
         read_bytes=per_chip.bytes,
         collectives=hlo.summary(step.collectives),
@@ -202,6 +205,8 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     add("--batch", type=int, help="for --step=decode: sequences decoded together (1)")
     add("--length", type=int, help="for --step=decode: tokens in each cache (8192)")
     add("--chips", type=int, help="for --step=decode: chips over which caches are split (1)")
+    text = "for --step=decode: caches in int8 or int4 (bfloat16)"
+    add("--cache_dtype", default="", help=text)
     text = "for --step=train: search mesh, gradient accumulation and remat policy"
     add("--sweep", action="store_true", help=text)
     add("--compiles", type=int, help="for --sweep: most compilations, minutes each (6)")
@@ -221,6 +226,13 @@ def _options(arguments: list[str]) -> argparse.Namespace:
         raise UserError(
             "--sweep: only with --step=train; for a decode step use --batch and --chips"
         )
+    if options.cache_dtype and not decode:
+        raise UserError(
+            f"--cache_dtype = {options.cache_dtype!r}: only with --step=decode; leave it out, or "
+            "add --step=decode"
+        )
+    with command_line.naming_options(options):
+        quantized.bits_of(options.cache_dtype)
     for key, default in DECODE.items():
         _set_default(options, key, default, decode, needs="--step=decode")
     _set_default(options, "compiles", 6, options.sweep, needs="--sweep")
@@ -243,7 +255,7 @@ def _run(options: argparse.Namespace, out: Output) -> tuple[dict, str]:
     experiment = config_lib.resolve(config)
     settings = dict(overrides=overrides, resolved=to_text(config).splitlines())
     if options.step == "decode":
-        shape = {key: getattr(options, key) for key in DECODE}
+        shape = {key: getattr(options, key) for key in (*DECODE, "cache_dtype")}
         advise = functools.partial(search.decode_advice, experiment, name, **shape)
         waiting = progress.waiting(f"compiling the decode step for {name}")
         with _explain_errors(experiment, name, advise), waiting:

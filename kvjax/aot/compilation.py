@@ -121,22 +121,32 @@ def training_step(experiment: Experiment, name: str) -> Step:
 
 
 def decode_step(
-    experiment: Experiment, name: str, *, batch: int, length: int, chips: int = 1
+    experiment: Experiment,
+    name: str,
+    *,
+    batch: int,
+    length: int,
+    chips: int = 1,
+    cache_bits: int | None = None,
 ) -> Step:
     """Compiles a decode step: one token for each of `batch` caches of `length` tokens.
 
     Args:
       chips: chips of the topology over which the caches' tokens are split; weights are replicated.
+      cache_bits: of a quantised cache; None: it is in bfloat16.
 
     Raises:
-      UserError: an unknown topology, or one with fewer chips.
+      UserError: an unknown topology, or one with fewer chips; see also `quantized.entry_of`.
       TooLarge: it does not fit into memory.
       DoesNotCompile: the compiler fails otherwise.
     """
     mesh = decode_program.make_mesh(chips, topology.get_devices(name))
     start = time.perf_counter()
-    lowered = decode_program.lowered_step(experiment.model, mesh, batch=batch, length=length)
-    caches = batch * length * formulas.cache_bytes_per_token(experiment.model, BF16) // chips
+    compute = dataclasses.replace(decode_program.IN_BFLOAT16, cache_bits=cache_bits)
+    shape = dict(batch=batch, length=length, compute=compute)
+    lowered = decode_program.lowered_step(experiment.model, mesh, **shape)
+    per_token = formulas.cache_bytes_per_token(experiment.model, BF16, cache_bits)
+    caches = batch * length * per_token // chips
     return _compile(
         lowered,
         start,

@@ -11,6 +11,7 @@ import math
 
 from kvjax.aot import compilation, roofline, traffic
 from kvjax.aot.compilation import Step, TooLarge
+from kvjax.cache import quantized
 from kvjax.config import Experiment
 from kvjax.costs import formulas
 from kvjax.distributed import sharding
@@ -253,17 +254,27 @@ def _larger(own: Experiment, times: int) -> list[sharding.MeshConfig]:
 
 
 def decode_advice(
-    experiment: Experiment, name: str, needed: int, *, batch: int, length: int, chips: int
+    experiment: Experiment,
+    name: str,
+    needed: int,
+    *,
+    batch: int,
+    length: int,
+    chips: int,
+    cache_dtype: str = "",
 ) -> str:
     """Returns batches and chips that are predicted to fit, for a decode step that does not.
 
     Args:
       needed: bytes of one chip, which correct the size of the caches; 0 if unknown.
+      cache_dtype: "int8" or "int4" for a quantised cache; "": bfloat16.
     """
+    bits = quantized.bits_of(cache_dtype)
     device = compilation.datasheet(name)
     weights = formulas.weight_bytes(experiment.model, compilation.BF16)
     free = compilation.LIMIT * device.hbm_bytes - weights
-    caches = batch * length * formulas.cache_bytes_per_token(experiment.model, compilation.BF16)
+    per_token = formulas.cache_bytes_per_token(experiment.model, compilation.BF16, bits)
+    caches = batch * length * per_token
     caches *= max(1.0, (needed - weights) * chips / caches)  # padding and copies
     over = _over(device, needed)
     if free <= 0:

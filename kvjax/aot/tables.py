@@ -37,6 +37,7 @@ def _gb(num_bytes: float) -> str:
 def _show_decoding(r: dict, out: Output) -> None:
     b, gflop = r["bound"], r["flops_per_token"] / 1e9
     out.say(f"\n{gflop:.3f} GFLOP per token, {_gb(r['read_bytes'])} GB read per step and chip")
+    out.say(f"weights in bfloat16, caches in {r['cache_dtype']}")
     rate = f"{b['tokens_per_second']:,.0f} tokens/s"
     out.say(f"at least {1e3 * b['seconds']:.3f} ms, at most {rate}")
 

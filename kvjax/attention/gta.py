@@ -62,7 +62,7 @@ class GTAConfig(MechanismConfig):
     def entry(self) -> dict[str, Field]:
         fields = {"latent": Field("K H", (self.num_kv_heads, self.key_dim))}
         if self.rope_key_dim:
-            fields["rope_key"] = Field("P", (self.rope_key_dim,))
+            fields["rope_key"] = Field("P", (self.rope_key_dim,), keeps=True)
         return fields
 
     def decode_flops(self, rope_base: Base | None) -> DecodeFlops:

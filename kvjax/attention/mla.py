@@ -57,7 +57,7 @@ class MLAConfig(MechanismConfig):
     def entry(self) -> dict[str, Field]:
         return {
             "latent": Field("C", (self.latent_dim,)),
-            "rope_key": Field("P", (self.rope_key_dim,)),
+            "rope_key": Field("P", (self.rope_key_dim,), keeps=True),
         }
 
     @property

@@ -5,7 +5,8 @@ Every array is [B, *field.shape, S]. Tokens are the last axis, because a TPU pad
 arrays, because updating a stack of layers copies a whole layer at every step. Donate the cache to
 the jitted step that returns it; the step then allocates nothing that grows with S.
 
-On several chips arrays are sharded along S in stripes (`kvjax.cache.stripes`).
+Fields may be quantised (`kvjax.cache.quantized`), with scales as further arrays. On several chips
+arrays are sharded along S in stripes (`kvjax.cache.stripes`).
 """
 
 from collections.abc import Iterable
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import numpy as np
 
-from kvjax.cache import stripes
+from kvjax.cache import quantized, stripes
 from kvjax.cache.field import HasCacheEntry
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.rounding import round_up
@@ -51,6 +52,7 @@ def abstract(
     batch: int,
     capacity: int,
     dtype: jnp.dtype,
+    bits: int | None = None,
     chips: int = 1,
 ) -> Cache:
     """Returns the cache as ShapeDtypeStructs.
@@ -59,13 +61,17 @@ def abstract(
       mechanisms: one mechanism config per layer.
       capacity: tokens per sequence, rounded up to a multiple of 128·chips.
       dtype: the compute dtype; wide fields (1/rms) are at least float32.
+      bits: 8 or 4 for quantised fields, see `quantized`; None: all in the compute dtype.
       chips: number of chips that tokens are sharded over.
+
+    Raises:
+      UserError: see `quantized.entry_of`.
     """
     slots = round_up(capacity, LANES * chips)
     layers = tuple(
         {
             name: jax.ShapeDtypeStruct((batch, *field.shape, slots), field.dtype_in(dtype))
-            for name, field in mechanism.entry().items()
+            for name, field in quantized.entry_of(mechanism, bits).items()
         }
         for mechanism in mechanisms
     )
@@ -73,10 +79,15 @@ def abstract(
 
 
 def allocate(
-    mechanisms: Iterable[HasCacheEntry], *, batch: int, capacity: int, dtype: jnp.dtype
+    mechanisms: Iterable[HasCacheEntry],
+    *,
+    batch: int,
+    capacity: int,
+    dtype: jnp.dtype,
+    bits: int | None = None,
 ) -> Cache:
     """Allocates an empty cache; see `abstract`."""
-    return empty(abstract(mechanisms, batch=batch, capacity=capacity, dtype=dtype))
+    return empty(abstract(mechanisms, batch=batch, capacity=capacity, dtype=dtype, bits=bits))
 
 
 def empty(shapes: Cache) -> Cache:
@@ -96,11 +107,13 @@ def append(
 
     Args:
       layer: arrays [B, *shape, S].
-      entry: arrays [B, T, *shape] of the same names; T <= S.
+      entry: arrays [B, T, *shape] of the mechanism's entry; T <= S. A quantised layer stores them
+        quantised.
 
     Returns:
       The updated layer.
     """
+    entry = quantized.quantize(entry, layer)
     if layer.keys() != entry.keys():
         raise ValueError(f"the cache has {sorted(layer)}, the entry {sorted(entry)}")
     if stripes.num_chips() == 1:

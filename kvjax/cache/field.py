@@ -19,6 +19,8 @@ class Field:
     axes: str
     shape: tuple[int, ...]
     wide: bool = False  # at least float32, whatever the compute dtype
+    keeps: bool = False  # in the compute dtype, also in a quantised cache
+    dtype: jnp.dtype | None = None  # the same for every compute dtype
 
     def __post_init__(self):
         names = self.axes.split()
@@ -38,11 +40,17 @@ class Field:
 
     def dtype_in(self, compute: jnp.dtype) -> jnp.dtype:
         """Returns the field's dtype in a model that computes in `compute`."""
+        if self.dtype is not None:
+            return self.dtype
         return jnp.promote_types(compute, jnp.float32) if self.wide else jnp.dtype(compute)
 
 
 class HasCacheEntry(Protocol):
     """The part of a mechanism's config that a cache depends on."""
+
+    @property
+    def title(self) -> str:
+        """The mechanism's name in messages."""
 
     def entry(self) -> dict[str, Field]:
         """Returns the fields stored per token and layer."""

@@ -14,6 +14,7 @@ import contextlib
 import signal
 import sys
 
+from kvjax.cache import quantized
 from kvjax.chat.history import History
 from kvjax.conversation import calculator
 from kvjax.conversation.dialogue import Dialogue
@@ -66,10 +67,12 @@ def _run(options: argparse.Namespace) -> None:
     check_options(num_tokens=num_tokens, seed=options.seed, capacity=0)
     at_least("context", options.context, 0)
     one_of("calculator", options.calculator, calculator.MODES)
+    quantized.bits_of(options.cache_dtype)
     check_text("system", options.system)
     runtime.start()
     workdir = runtime.workdir(options.workdir)
-    load = trained.start_loading(workdir, step=options.step, dtype=options.dtype, programs=True)
+    dtypes = dict(dtype=options.dtype, cache_dtype=options.cache_dtype)
+    load = trained.start_loading(workdir, step=options.step, **dtypes, programs=True)
     saved = trained.find(workdir, step=options.step)
     dialogue = dialogue_lib.of(saved, limit=sys.maxsize)  # no cut: `History` leaves out whole turns
     with progress.waiting("reading the model"):

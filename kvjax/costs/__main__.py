@@ -5,6 +5,7 @@
     python -m kvjax.costs --config=configs/lrkv_2p5b.py --device=h200 --batch=16
     python -m kvjax.costs --config=configs/lrkv_2p5b.py --all --device=h200
     python -m kvjax.costs --config=configs/lrkv_2p5b.py --all --details --chips=8
+    python -m kvjax.costs --config=configs/lrkv_2p5b.py --cache_dtype=int8
 
 With --model: the KV cache of a published model, and its size under every method, in one table with
 a row per mechanism. Only config.json is read.
@@ -22,6 +23,7 @@ import pathlib
 import jax.numpy as jnp
 
 from kvjax import config as config_lib
+from kvjax.cache import quantized
 from kvjax.costs import by_mechanism, formulas, published
 from kvjax.costs.by_mechanism import DTYPES, Setting
 from kvjax.foundation import command_line, lists, progress
@@ -43,29 +45,29 @@ def report(
     dtype: jnp.dtype,
     on: list[Device],
     chips: int = 1,
+    cache_bits: int | None = None,
     contexts: Sequence[int] = CONTEXTS,
 ) -> dict:
     """Returns all costs of one config as JSON values.
 
     `largest_batch` and `least_ms` (per step) are by device, for one chip; null if `batch` sequences
     do not fit. With several chips also cache bytes per token and chip, and GB read per step and
-    chip with replicated weights.
+    chip with replicated weights. The cache is in `dtype`, or quantised to `cache_bits`.
     """
     config = experiment.model
-    shape = dict(dtype=dtype, chips=chips)
     by_chip = {
-        split: formulas.chip_cache_bytes_per_token(config, **shape, by=split) for split in SPLITS
+        split: formulas.chip_cache_bytes_per_token(config, dtype, cache_bits, chips=chips, by=split)
+        for split in SPLITS
     }
     decode = []
     for length in contexts:
-        cost = formulas.decode_cost(config, length=length, batch=batch, dtype=dtype)
-        largest = {
-            d.name: formulas.largest_batch(config, length=length, dtype=dtype, device=d) for d in on
-        }
+        shape = dict(length=length, dtype=dtype, cache_bits=cache_bits)
+        cost = formulas.decode_cost(config, batch=batch, **shape)
+        largest = {d.name: formulas.largest_batch(config, device=d, **shape) for d in on}
         decode.append(
             dict(
                 context=length,
-                cache_bytes_per_token=formulas.cache_bytes_per_token(config, dtype),
+                cache_bytes_per_token=formulas.cache_bytes_per_token(config, dtype, cache_bits),
                 cache_gb=cost.cache_bytes / batch / 1e9,
                 gflop_per_token=cost.flops_per_token / 1e9,
                 gb_per_token=cost.bytes_per_token / 1e9,
@@ -103,8 +105,16 @@ def _resolve(file: pathlib.Path, overrides: list[str]) -> config_lib.Experiment:
 
 
 def _print(
-    out: Output, reports: list[dict], *, batch: int, dtype: str, on: list[Device], chips: int
+    out: Output,
+    reports: list[dict],
+    *,
+    batch: int,
+    dtype: str,
+    cache_dtype: str,
+    on: list[Device],
+    chips: int,
 ) -> None:
+    cache_dtype = cache_dtype or dtype
     names = [device.name for device in on]
     ridges = ", ".join(f"{device.name} {device.ridge:.0f}" for device in on)
     out.say("Parameters, and training FLOPs per token (forward and backward, all T keys)")
@@ -121,7 +131,7 @@ def _print(
         ],
     )
     out.say(f"\nDecoding in {dtype}, batch {batch}: logical bytes, 1 GB = 10^9 bytes")
-    sizes = [f"cache bytes per token, {dtype}", f"cache GB per sequence, {dtype}"]
+    sizes = [f"cache bytes per token, {cache_dtype}", f"cache GB per sequence, {cache_dtype}"]
     figures = ("cache_gb", "gflop_per_token", "gb_per_token")
     _by_context(
         out,
@@ -145,7 +155,7 @@ def _print(
         lambda d: ["-" if ms is None else f"{ms:.3g}" for ms in d["least_ms"].values()],
     )
     if chips > 1:
-        _print_chips(out, reports, batch=batch, dtype=dtype, chips=chips)
+        _print_chips(out, reports, batch=batch, dtype=cache_dtype, chips=chips)
 
 
 def _print_chips(out: Output, reports: list[dict], *, batch: int, dtype: str, chips: int) -> None:
@@ -197,6 +207,8 @@ def _parser() -> command_line.Parser:
     add("--batch", type=int, default=1, help="sequences decoded together (1)")
     add("--chips", type=int, default=1, help="number of chips that a cache is sharded over (1)")
     add("--dtype", default=DTYPES[0], help=f"dtype of weights and cache: {', '.join(DTYPES)}")
+    text = "dtype of the cache if not --dtype: int8 or int4, with a float32 scale per token and row"
+    add("--cache_dtype", default="", help=text)
     add("--all", action="store_true", help="one table of every config of the same scale")
     add("--details", action="store_true", help="with --all: also the tables of each config")
     parser.add_output()
@@ -212,6 +224,8 @@ def main(arguments: list[str]) -> None:
     if options.context is not None:
         between("--context", options.context, 1, MAX_CONTEXT)
     one_of("--dtype", options.dtype, DTYPES)
+    with command_line.naming_options(options):
+        quantized.bits_of(options.cache_dtype)
     names = list(dict.fromkeys(options.device or ()))
     for name in names:
         lists.one("--device", name, datasheets.DEVICES)
@@ -229,7 +243,8 @@ def main(arguments: list[str]) -> None:
 
 
 def _setting(options: argparse.Namespace, context: int, on: list[Device]) -> Setting:
-    shape = dict(chips=options.chips, dtype=options.dtype, batch=options.batch)
+    keys = ("chips", "dtype", "cache_dtype", "batch")
+    shape = {key: getattr(options, key) for key in keys}
     return Setting(context=context, on=on, **shape)
 
 
@@ -256,6 +271,8 @@ def _print_configs(options: argparse.Namespace, on: list[Device]) -> None:
                 files.append(other)
     devices = on or [datasheets.get(name) for name in datasheets.DEVICES]
     sizes = dict(batch=options.batch, chips=options.chips)
+    dtypes = dict(dtype=options.dtype, cache_dtype=options.cache_dtype)
+    bits = quantized.bits_of(options.cache_dtype)
     dtype = jnp.dtype(options.dtype)
     contexts = (options.context,) if options.context else CONTEXTS
     out, experiments, reports = Output(options), [], []
@@ -264,16 +281,18 @@ def _print_configs(options: argparse.Namespace, on: list[Device]) -> None:
             status.at(command_line.config_label(config))
             experiment = _resolve(config, options.overrides)
             experiments.append(experiment)
-            reports.append(report(experiment, **sizes, dtype=dtype, on=devices, contexts=contexts))
+            shape = dict(dtype=dtype, cache_bits=bits, contexts=contexts)
+            reports.append(report(experiment, **sizes, **shape, on=devices))
     reports.sort(key=lambda r: -r["decode"][0]["cache_bytes_per_token"])
-    result = dict(name="costs", **sizes, dtype=options.dtype, configs=reports)
+    result = dict(name="costs", **sizes, **dtypes, configs=reports)
+    result["cache_dtype"] = options.cache_dtype or options.dtype
     if options.all:
         setting = _setting(options, options.context or by_mechanism.CONTEXT, on)
         result["by_mechanism"] = by_mechanism.print_configs(out, experiments, setting)
     if options.details:
         out.say()
     if options.details or not options.all:
-        _print(out, reports, **sizes, dtype=options.dtype, on=devices)
+        _print(out, reports, **sizes, **dtypes, on=devices)
     out.result(result)
 
 

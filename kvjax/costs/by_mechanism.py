@@ -8,9 +8,11 @@ import jax.numpy as jnp
 
 from kvjax import config as config_lib
 from kvjax.attention import named
+from kvjax.cache import quantized
 from kvjax.costs import formulas, methods
 from kvjax.costs.methods import Row
 from kvjax.costs.shape import Layer, Shape
+from kvjax.foundation.errors import UserError
 from kvjax.foundation.output import Output
 from kvjax.hardware.datasheets import Device
 from kvjax.model.config import TransformerConfig
@@ -21,23 +23,27 @@ CONTEXT = 32_768  # of configs, whose training rows are short
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Setting of a cache: tokens per sequence, devices, chips of each, dtype, batch."""
+    """Setting of a cache: tokens per sequence, devices, chips of each, dtypes, batch."""
 
     context: int
     on: Sequence[Device] = ()
     chips: int = 1
     dtype: str = DTYPES[0]
+    cache_dtype: str = ""  # "int8" or "int4": of caches on devices; "": dtype
     batch: int = 1
 
     def figures(self, row: Row, mha: Row, weight_bytes: int) -> dict:
         """Returns the figures of a row as JSON values."""
-        dtype = jnp.dtype(self.dtype)
+        dtype, bits = jnp.dtype(self.dtype), quantized.bits_of(self.cache_dtype)
         rooms = {d.name: methods.room(d, self.chips, weight_bytes) for d in self.on}
         return dict(
-            cache_bytes_per_token={name: row.cache_bytes(jnp.dtype(name)) for name in DTYPES},
+            cache_bytes_per_token={name: row.cache_bytes(jnp.dtype(name)) for name in DTYPES}
+            | {name: _quantized_bytes(row, bits) for name, bits in quantized.BITS.items()},
             cache_bytes={name: row.cache_bytes(jnp.dtype(name), self.context) for name in DTYPES},
             of_mha=row.cache_bytes(jnp.dtype("bfloat16")) / mha.cache_bytes(jnp.dtype("bfloat16")),
-            tokens={name: row.tokens(self.context, dtype, room) for name, room in rooms.items()},
+            tokens={
+                name: row.tokens(self.context, dtype, room, bits) for name, room in rooms.items()
+            },
         )
 
     @property
@@ -47,15 +53,16 @@ class Setting:
         return [
             "cache bytes per token, bfloat16",
             "float32",
+            *quantized.BITS,
             "of MHA",
             f"GB at {self.context:,} tokens, bfloat16",
             "float32",
-            *(f"tokens on {chips}{device.name}, {self.dtype}" for device in self.on),
+            *(f"tokens on {chips}{d.name}, {self.cache_dtype or self.dtype}" for d in self.on),
         ]
 
     def cells(self, figures: dict) -> list[str]:
         return [
-            *(f"{count:,}" for count in figures["cache_bytes_per_token"].values()),
+            *("-" if n is None else f"{n:,}" for n in figures["cache_bytes_per_token"].values()),
             f"{figures['of_mha']:.3f}",
             *(f"{count / 1e9:,.3f}" for count in figures["cache_bytes"].values()),
             *(f"{tokens:,}" for tokens in figures["tokens"].values()),
@@ -66,6 +73,14 @@ class Setting:
         memory = f"{self.chips} chips' memory" if self.chips > 1 else "one chip's memory"
         share = f"{1 - formulas.RESERVE:.0%}"
         return f"\nTokens fit in {share} of {memory}, {weights}; 1 GB = 10^9 bytes"
+
+
+def _quantized_bytes(row: Row, bits: int) -> int | None:
+    """Returns the bytes of a token whose other fields are in bfloat16; None if rows are odd."""
+    try:
+        return row.cache_bytes(jnp.dtype(DTYPES[0]), bits=bits)
+    except UserError:
+        return None
 
 
 def print_model(out: Output, shape: Shape, setting: Setting) -> None:
@@ -92,6 +107,7 @@ def print_model(out: Output, shape: Shape, setting: Setting) -> None:
             context=setting.context,
             weight_bytes=weights,
             dtype=setting.dtype,
+            cache_dtype=setting.cache_dtype or setting.dtype,
             chips=setting.chips,
             rows=[
                 dict(mechanism=row.name, own=row.own) | f
@@ -121,7 +137,7 @@ def _about(shape: Shape, own: dict, context: int) -> list[str]:
     if left_out:
         text = ", ".join(left_out)
         lines.append(f"its config leaves out keys, which default to {shape.family}'s: {text}")
-    per_token = [f"{n:,}" for n in own["cache_bytes_per_token"].values()]
+    per_token = [f"{own['cache_bytes_per_token'][name]:,}" for name in DTYPES]
     per_sequence = [f"{n / 1e9:,.3f}" for n in own["cache_bytes"].values()]
     lines.append(
         f"KV cache: {per_token[0]} bytes per token in bfloat16, {per_token[1]} in float32; of "
@@ -150,10 +166,10 @@ def print_configs(
     ordered = sorted(rows, key=lambda n: (n != mha, -rows[n].cache_bytes(jnp.dtype("bfloat16"))))
     length = experiments[0].data.sequence_length
     lengths = {experiment.name: experiment.data.sequence_length for experiment in experiments}
-    dtype, figures = jnp.dtype(setting.dtype), []
+    dtype, bits, figures = jnp.dtype(setting.dtype), quantized.bits_of(setting.cache_dtype), []
     for name in ordered:
         model = models[name]
-        shape = dict(length=setting.context, batch=setting.batch, dtype=dtype)
+        shape = dict(length=setting.context, batch=setting.batch, dtype=dtype, cache_bits=bits)
         flops = formulas.training_flops_per_token(model, lengths.get(name, length))
         step = formulas.decode_cost(model, **shape)
         figures.append(

@@ -11,6 +11,7 @@ import math
 import jax
 import jax.numpy as jnp
 
+from kvjax.cache import quantized
 from kvjax.cache.field import Field
 from kvjax.hardware.datasheets import Device
 from kvjax.layers.weight import Axes
@@ -38,12 +39,19 @@ def _component(keys: tuple) -> str:
     return next((name for name in ("attention", "mlp") if name in keys), "norm")
 
 
-def cache_bytes_per_token(config: TransformerConfig, dtype: jnp.dtype) -> int:
+def cache_bytes_per_token(
+    config: TransformerConfig, dtype: jnp.dtype, bits: int | None = None
+) -> int:
     """Returns the bytes that the KV cache stores per token in all layers.
 
     For LRKV this is eq. 5, plus 4 bytes per KV head for 1/rms if keys are normed.
+
+    Args:
+      bits: of a quantised cache, with its scales (`kvjax.cache.quantized`); None: not quantised.
     """
-    return sum(entry_bytes(mechanism.entry(), dtype) for mechanism in config.mechanisms)
+    return sum(
+        entry_bytes(quantized.entry_of(mechanism, bits), dtype) for mechanism in config.mechanisms
+    )
 
 
 def entry_bytes(entry: dict[str, Field], dtype: jnp.dtype) -> int:
@@ -53,7 +61,7 @@ def entry_bytes(entry: dict[str, Field], dtype: jnp.dtype) -> int:
 
 
 def chip_cache_bytes_per_token(
-    config: TransformerConfig, dtype: jnp.dtype, *, chips: int, by: str
+    config: TransformerConfig, dtype: jnp.dtype, bits: int | None = None, *, chips: int, by: str
 ) -> float:
     """Returns the cache bytes per token on the chip that stores the most.
 
@@ -63,23 +71,23 @@ def chip_cache_bytes_per_token(
         LRKV base, an MLA latent) are replicated.
     """
     if by == "tokens":
-        return cache_bytes_per_token(config, dtype) / chips
+        return cache_bytes_per_token(config, dtype, bits) / chips
     if by != "heads":
         raise ValueError(f"by = {by!r}: must be 'tokens' or 'heads'")
     chips = min(chips, max(m.num_heads for m in config.mechanisms))  # further chips have no heads
     return max(
-        sum(_bytes_on_chip(m, dtype, chip, chips) for m in config.mechanisms)
+        sum(_bytes_on_chip(m, dtype, bits, chip, chips) for m in config.mechanisms)
         for chip in range(chips)
     )
 
 
-def _bytes_on_chip(mechanism, dtype: jnp.dtype, chip: int, chips: int) -> int:
+def _bytes_on_chip(mechanism, dtype: jnp.dtype, bits: int | None, chip: int, chips: int) -> int:
     """Returns the bytes per token and layer that a chip's heads read."""
     first, end = (i * mechanism.num_heads // chips for i in (chip, chip + 1))
     if first == end:
         return 0
     total = 0
-    for field in mechanism.entry().values():
+    for field in quantized.entry_of(mechanism, bits).values():
         elements, heads = math.prod(field.shape), field.heads
         if heads is not None:  # query head n reads index n·heads // N
             first_read = first * heads // mechanism.num_heads
@@ -170,11 +178,17 @@ class DecodeCost:
 
 
 def decode_cost(
-    config: TransformerConfig, *, length: int, batch: int, dtype: jnp.dtype
+    config: TransformerConfig,
+    *,
+    length: int,
+    batch: int,
+    dtype: jnp.dtype,
+    cache_bits: int | None = None,
 ) -> DecodeCost:
-    """Returns the costs of a decode step with weights and cache in `dtype`.
+    """Returns the costs of a decode step with weights in `dtype`.
 
-    Each query attends to `length` keys, or to fewer in layers with a sliding window.
+    The cache is in `dtype` too, or quantised to `cache_bits`; FLOPs are without dequantising. Each
+    query attends to `length` keys, or to fewer in layers with a sliding window.
     """
     seen = [min(length, kind.window or length) for _, kind in config.layers]  # keys, by layer
     flops = [mechanism.decode_flops(kind.rope_base) for mechanism, kind in config.layers]
@@ -194,7 +208,7 @@ def decode_cost(
         weight_bytes=weight_bytes(config, dtype) - (tables - rows) * dtype.itemsize,
         cache_bytes=batch
         * sum(
-            keys * entry_bytes(mechanism.entry(), dtype)
+            keys * entry_bytes(quantized.entry_of(mechanism, cache_bits), dtype)
             for mechanism, keys in zip(config.mechanisms, seen, strict=True)
         ),
     )
@@ -206,8 +220,13 @@ def weight_bytes(config: TransformerConfig, dtype: jnp.dtype) -> int:
 
 
 def largest_batch(
-    config: TransformerConfig, *, length: int, dtype: jnp.dtype, device: Device
+    config: TransformerConfig,
+    *,
+    length: int,
+    dtype: jnp.dtype,
+    device: Device,
+    cache_bits: int | None = None,
 ) -> int:
     """Returns how many caches of `length` tokens fit one chip next to the weights and RESERVE."""
     free = math.floor((1 - RESERVE) * device.hbm_bytes) - weight_bytes(config, dtype)
-    return max(0, free // (length * cache_bytes_per_token(config, dtype)))
+    return max(0, free // (length * cache_bytes_per_token(config, dtype, cache_bits)))

@@ -14,6 +14,7 @@ from kvjax.attention import named
 from kvjax.attention.grouped import GroupedConfig
 from kvjax.attention.mechanism import MechanismConfig
 from kvjax.attention.mla import MLAConfig
+from kvjax.cache import quantized
 from kvjax.costs import formulas
 from kvjax.costs.shape import Layer, Shape
 from kvjax.foundation.errors import UserError
@@ -43,19 +44,23 @@ class Row:
     more: tuple[tuple[int, int], ...] = ()
     own: bool = False
 
-    def cache_bytes(self, dtype: jnp.dtype, tokens: int = 1) -> int:
-        """Returns the cache bytes of a sequence of `tokens`."""
+    def cache_bytes(self, dtype: jnp.dtype, tokens: int = 1, bits: int | None = None) -> int:
+        """Returns the cache bytes of a sequence of `tokens`.
+
+        Args:
+          bits: of a quantised cache; None: not quantised. Indexers are not quantised.
+        """
         total = 0
         for (mechanism, window), count in self.layers:
-            cached = min(tokens, window or tokens)
-            total += count * cached * formulas.entry_bytes(mechanism.entry(), dtype)
+            cached, entry = min(tokens, window or tokens), quantized.entry_of(mechanism, bits)
+            total += count * cached * formulas.entry_bytes(entry, dtype)
         for elements, window in self.more:
             total += min(tokens, window or tokens) * elements * dtype.itemsize
         return total
 
-    def tokens(self, context: int, dtype: jnp.dtype, room: int) -> int:
+    def tokens(self, context: int, dtype: jnp.dtype, room: int, bits: int | None = None) -> int:
         """Returns how many tokens fit `room` bytes, in sequences of `context`."""
-        return max(0, room * context // self.cache_bytes(dtype, context))
+        return max(0, room * context // self.cache_bytes(dtype, context, bits))
 
 
 def room(device: Device, chips: int, weight_bytes: int) -> int:

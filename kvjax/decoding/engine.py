@@ -9,7 +9,7 @@ from kvjax import cache as cache_lib
 from kvjax.cache import Cache
 from kvjax.decoding import program, stored as stored_lib
 from kvjax.foundation.configuration import one_of
-from kvjax.foundation.errors import UserError
+from kvjax.foundation.errors import UserError, warn
 from kvjax.kernels.decode_attention import api, sharded
 from kvjax.model.config import TransformerConfig
 from kvjax.model.decoder import Decoder, packs
@@ -41,6 +41,11 @@ class Engine:
         """See `Generator`."""
         if implementation is not None:
             one_of("implementation", implementation, tuple(api.IMPLEMENTATIONS))
+        if compute.cache_bits == 4:
+            warn(
+                "four bits per cached number cost quality: `python -m kvjax.evaluate "
+                "--cache_dtype=int4` measures how much"
+            )
         if not model.config.block.causal:
             raise UserError("config.model.causal = False: only a causal model can generate")
         self.config, self.compute = model.config, compute
@@ -53,7 +58,8 @@ class Engine:
             self.sharding = program.replicated(mesh)
             self.weights = jax.device_put(self.weights, self.sharding)
         self.chips = program.num_chips(self.sharding)
-        implementation = _for_devices(implementation, self.sharding.device_set, self.chips)
+        devices = self.sharding.device_set
+        implementation = _for_devices(implementation, devices, self.chips, compute.cache_bits)
         multi_query = _multi_query(implementation)
         self.compiled = functools.partial(
             program.compiled, implementation=multi_query, graph=graph, sharding=self.sharding
@@ -78,6 +84,7 @@ class Engine:
             batch=batch,
             capacity=capacity,
             dtype=self.compute.dtype,
+            bits=self.compute.cache_bits,
             chips=self.chips,
         )
         return jax.tree.map(
@@ -94,7 +101,8 @@ def start_loading(
 
     Arguments as of `Engine`.
     """
-    implementation = _for_devices(implementation, set(jax.local_devices()[:1]), 1)
+    devices = set(jax.local_devices()[:1])
+    implementation = _for_devices(implementation, devices, 1, compute.cache_bits)
     by = (config, compute, _multi_query(implementation), implementation)
     stored_lib.start_loading([("prefill", by), ("decode_step", by)])
 
@@ -112,7 +120,9 @@ def _replicated_like(weights: dict) -> jax.sharding.Sharding:
     return sharding
 
 
-def _for_devices(implementation: str | None, devices: set[jax.Device], chips: int) -> str | None:
+def _for_devices(
+    implementation: str | None, devices: set[jax.Device], chips: int, cache_bits: int | None
+) -> str | None:
     """Returns an implementation that runs on these devices; raises a UserError for any other.
 
     XLA cannot partition a kernel, so replicated weights on several devices need plain XLA, unless
@@ -131,6 +141,11 @@ def _for_devices(implementation: str | None, devices: set[jax.Device], chips: in
         other_kind = api.kernels_of(device) != api.kernels_of(jax.devices()[0])
         return "xla" if count > chips or other_kind else None
     if api.is_kernel(implementation):
+        if cache_bits is not None:
+            raise UserError(
+                f"implementation = {implementation!r}: reads no quantised cache: use 'xla', or "
+                "leave it out"
+            )
         if count > chips or api.kernels_of(device) != implementation:
             raise UserError(
                 f"implementation = {implementation!r}: runs on one {implementation.upper()}; the "

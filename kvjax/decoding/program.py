@@ -210,7 +210,12 @@ def lowered_step(
 
     graph, weights = nnx.split(nnx.eval_shape(make))
     cache = cache_lib.abstract(
-        config.mechanisms, batch=batch, capacity=length, dtype=compute.dtype, chips=chips
+        config.mechanisms,
+        batch=batch,
+        capacity=length,
+        dtype=compute.dtype,
+        bits=compute.cache_bits,
+        chips=chips,
     )
     token_B = jax.ShapeDtypeStruct((batch,), jnp.int32)
     flag_B = jax.ShapeDtypeStruct((batch,), jnp.bool)

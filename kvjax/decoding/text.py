@@ -23,6 +23,7 @@ class GeneratedTexts:
       tokens: token ids of each continuation, including the token that completes a stop string.
       capacity: of the cache, in tokens per sequence.
       cache_bytes: bytes of the cache's arrays, summed over chips.
+      cache_dtype: the compute dtype, or "int8" or "int4" of a quantised cache.
       chips: number of chips that the cache is sharded over.
     """
 
@@ -160,7 +161,7 @@ def generate(
         generation.timing,
         generation.cache.capacity,
         cache_lib.live_bytes(generation.cache),
-        str(generator.compute.dtype),
+        generator.compute.cache_dtype,
         generator.chips,
     )
 

@@ -20,6 +20,7 @@ from typing import Any
 from etils import epath
 
 from kvjax import config as config_lib, sandbox
+from kvjax.cache import quantized
 from kvjax.conversation import calculator, render, specials as specials_lib
 from kvjax.conversation.dialogue import Dialogue, PlainDialogue
 from kvjax.decoding.generator import Generator, max_positions
@@ -136,6 +137,7 @@ def _evaluate(options: argparse.Namespace, out: Output) -> None:
     )
     if options.dtype:
         one_of("dtype", options.dtype, config_lib.DTYPES)
+    quantized.bits_of(options.cache_dtype)
     runtime.start()
     saved = trained.find(runtime.workdir(options.workdir), step=options.step)
     folder = runtime.folder("--out", options.out) if options.out else _folder(saved)
@@ -180,7 +182,8 @@ def _evaluate(options: argparse.Namespace, out: Output) -> None:
         prompts=checked.prompts,
     ) as stores:
         with progress.waiting("reading the model"):
-            loaded = trained.load(saved.workdir, step=saved.step, dtype=options.dtype)
+            dtypes = dict(dtype=options.dtype, cache_dtype=options.cache_dtype)
+            loaded = trained.load(saved.workdir, step=saved.step, **dtypes)
             generator = Generator(loaded.model, loaded.compute)
             del loaded  # frees the weights that the generator has converted
         model = CachedModel(generator, saved.tokenizer, dialogue, batch=options.batch)
@@ -285,12 +288,16 @@ def _about(options, saved: trained.SavedModel, data: Mapping, dialogue, box) -> 
             calculator=options.calculator,
             humaneval=options.humaneval,
             sandbox=" + ".join(box.layers) if box else "",
-            dtype=str(trained.compute_of(saved.experiment, options.dtype).dtype),
+            dtype=str(
+                trained.compute_of(saved.experiment, options.dtype, options.cache_dtype).dtype
+            ),
             limit=options.limit,
         ),
     )
     if options.humaneval_helpers != generated.HELPERS[0]:  # earlier results lack the key
         about["options"]["humaneval_helpers"] = options.humaneval_helpers
+    if options.cache_dtype:
+        about["options"]["cache_dtype"] = options.cache_dtype
     return about
 
 
@@ -304,6 +311,7 @@ def _identity(name: str, about: Mapping[str, Any], data: Mapping[str, Any]) -> d
         data=data[name if name in data else task_lib.CORE]["sha256"],
         dtype=options["dtype"],
         dialogue=options["dialogue"],
+        **{key: options[key] for key in ("cache_dtype",) if key in options},
     )
     if task_lib.is_conversation(name, options["humaneval"]):
         identity |= dict(template=options["template"], day=options["day"])

@@ -191,11 +191,12 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--version", action="version", version=f"kvjax {__version__}")
 
     def add_run(self) -> None:
-        """Adds --workdir, --step and --dtype: a checkpoint, and how to compute with it."""
+        """Adds --workdir, --step, --dtype and --cache_dtype: a checkpoint, and how to decode."""
         add = self.add_argument
         add("--workdir", default="", help="a run's folder, local or gs://")
         add("--step", type=int, help="step of the checkpoint (the latest)")
         add("--dtype", default="", help="compute dtype (the run's)")
+        add("--cache_dtype", default="", help="KV cache in int8 or int4 (in the compute dtype)")
 
     def add_output(self) -> None:
         """Adds --json and --markdown for `kvjax.foundation.output.Output`."""

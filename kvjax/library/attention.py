@@ -17,9 +17,11 @@ import jax.numpy as jnp
 from kvjax import cache as cache_lib
 from kvjax.attention import Attention as Core
 from kvjax.attention.mechanism import MechanismConfig
+from kvjax.cache import quantized
 from kvjax.kernels.softmax_attention.api import softmax_attention
 from kvjax.layers import rope
 from kvjax.layers.weight import InitRngs
+from kvjax.library import layouts
 from kvjax.library.kv_cache import KVCache
 
 
@@ -93,13 +95,24 @@ class Attention(nnx.Module):
             segment_ids_BS=segment_ids,
         )
 
-    def cache(self, batch: int, capacity: int, dtype: jnp.dtype = jnp.bfloat16) -> KVCache:
+    def cache(
+        self,
+        batch: int,
+        capacity: int,
+        dtype: jnp.dtype = jnp.bfloat16,
+        *,
+        cache_dtype: str = "",
+    ) -> KVCache:
         """Allocates an empty cache.
 
         Args:
           capacity: tokens per sequence, rounded up to a multiple of 128.
+          cache_dtype: "int8" or "int4": all but 1/rms and decoupled RoPE keys is quantised, with a
+            float32 scale per token and row; "": all in `dtype`.
         """
-        cache = cache_lib.allocate([self.config], batch=batch, capacity=capacity, dtype=dtype)
+        shape = dict(batch=batch, capacity=capacity, dtype=layouts.check_dtype(dtype))
+        bits = quantized.bits_of(cache_dtype)
+        cache = cache_lib.allocate([self.config], **shape, bits=bits)
         return KVCache(cache.layers[0], cache.lengths)
 
     def prefill(

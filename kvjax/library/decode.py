@@ -23,6 +23,7 @@ import math
 import jax
 import jax.numpy as jnp
 
+from kvjax.cache import quantized
 from kvjax.cache.stripes import Stripes
 from kvjax.foundation.logs import log_once
 from kvjax.kernels.decode_attention import api, sharded
@@ -50,16 +51,16 @@ def decode_attention(
     Args:
       query: [B, T, N, H], queries of the newest T tokens, which the cache already holds; also
         [B, N, H] for one token. With the latent layouts: absorbed queries [B, T, N, C].
-      cache: the layout's arrays [B, ..., S], as `KVCache.arrays` has them.
+      cache: the layout's arrays [B, ..., S], as `KVCache.arrays` has them, quantised or not.
       lengths: [B] int32, cached tokens of each sequence including the T new ones, at least T.
       layout: a name of `LAYOUTS`.
       scale: factor on the logits; None: 1/sqrt(H) (latent layouts have no default).
       window: if positive, a token sees only itself and the window - 1 tokens before it.
       softcap: c in c·tanh(z/c) of the scaled logits z, as in Gemma 2; 0: none.
       return_lse: return log-sum-exps too, to merge with attention over other keys.
-      implementation: "xla" takes everything; "tpu" and "gpu" are Pallas kernels, without windows
-        and soft caps; "reference" expands the cache. None: the device's kernel if it takes these
-        inputs, else "xla".
+      implementation: "xla" takes everything; "tpu" and "gpu" are Pallas kernels, without windows,
+        soft caps and quantised caches; "reference" expands the cache. None: the device's kernel if
+        it takes these inputs, else "xla".
       rope_base, norm_epsilon: options of the layouts whose `numbers` list them.
       arrays: the layout's other inputs.
 
@@ -88,7 +89,7 @@ def decode_attention(
     for name, value in numbers.items():
         if value is not None and name not in spec.numbers:
             raise ValueError(f"{name}: layout {layout!r} has no such option")
-    sizes = _check(layout, spec, query, cache, arrays)
+    sizes = _check(layout, spec, query, quantized.dequantized_shapes(cache), arrays)
     if lengths.shape != (sizes["B"],) or not jnp.issubdtype(lengths.dtype, jnp.integer):
         raise ValueError(
             f"lengths {lengths.dtype}{list(lengths.shape)}: must be int32 [B] = [{sizes['B']}]"
@@ -168,7 +169,7 @@ def _with_lse(
             raise NotImplementedError(f"{reason}: use one of {', '.join(sharded.IMPLEMENTATIONS)}")
         log_once(__name__, logging.WARNING, f"decode attention: {reason}; using 'xla'")
         name = "xla"
-    api.check_options(name, options)
+    api.check_takes(name, cache, options)
     return sharded.IMPLEMENTATIONS[name](inputs, cache, first_B, Stripes(), **options)
 
 

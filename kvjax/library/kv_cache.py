@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax import cache as cache_lib
+from kvjax.cache import quantized
 from kvjax.cache.cache import LANES
 from kvjax.foundation.rounding import round_up
 from kvjax.library import layouts
@@ -28,13 +29,21 @@ class KVCache:
 
     @classmethod
     def allocate(
-        cls, layout: str, *, batch: int, capacity: int, dtype=jnp.bfloat16, **sizes: int
+        cls,
+        layout: str,
+        *,
+        batch: int,
+        capacity: int,
+        dtype=jnp.bfloat16,
+        cache_dtype: str = "",
+        **sizes: int,
     ) -> "KVCache":
         """Allocates an empty cache of a layout.
 
         Args:
           layout: a name of `kvjax.LAYOUTS`.
           capacity: tokens per sequence, rounded up to a multiple of 128.
+          cache_dtype: "int8" or "int4", see `kvjax.Attention.cache`; "": all in `dtype`.
           sizes: the layout's sizes by letter, as K=8, H=128; Hv is H, and Rv is R by default.
         """
         fields = layouts.abstract_fields(
@@ -42,6 +51,7 @@ class KVCache:
             batch=batch,
             capacity=round_up(capacity, LANES),
             dtype=dtype,
+            cache_dtype=cache_dtype,
             sizes=sizes,
         )
         arrays = {name: jnp.zeros(x.shape, x.dtype) for name, x in fields.items()}
@@ -58,11 +68,12 @@ class KVCache:
           ValueError: a missing name, or another shape than the cache's.
         """
         entry = {name: jnp.asarray(x) for name, x in entry.items()}
-        if entry.keys() != self.arrays.keys():
-            raise ValueError(f"entry has {sorted(entry)}: must have {sorted(self.arrays)}")
+        held = quantized.dequantized_shapes(self.arrays)
+        if entry.keys() != held.keys():
+            raise ValueError(f"entry has {sorted(entry)}: must have {sorted(held)}")
         B, T = len(self.lengths), next(iter(entry.values())).shape[1]
         for name, x in entry.items():
-            shape = self.arrays[name].shape[1:-1]
+            shape = held[name].shape[1:-1]
             if x.shape != (B, T, *shape):
                 expected = ["B", "T", *shape]
                 raise ValueError(

@@ -6,6 +6,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from kvjax.cache import quantized
+from kvjax.cache.field import Field
 from kvjax.kernels.decode_attention import cache_layouts
 
 LETTERS = {
@@ -38,6 +40,7 @@ class Layout:
       optional: names in `cache` and `arrays` that may be left out.
       numbers: other options, with their meaning.
       wide: cached arrays that are at least float32.
+      keeps: cached arrays that a quantised cache has in the compute dtype.
     """
 
     text: str
@@ -49,6 +52,7 @@ class Layout:
     optional: tuple[str, ...] = ()
     numbers: Mapping[str, str] = dataclasses.field(default_factory=dict)
     wide: tuple[str, ...] = ()
+    keeps: tuple[str, ...] = ("rope_key",)
 
 
 _ROPE = "RoPE's base if cached keys are not rotated; None: no RoPE"
@@ -167,13 +171,21 @@ def describe_layout(layout: str) -> str:
 
 
 def abstract_fields(
-    layout: str, *, batch: int, capacity: int, dtype: jnp.dtype, sizes: Mapping[str, int]
+    layout: str,
+    *,
+    batch: int,
+    capacity: int,
+    dtype: jnp.dtype,
+    cache_dtype: str,
+    sizes: Mapping[str, int],
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns the shapes of a layout's cache, with the optional arrays whose sizes are all given.
 
     Raises:
-      ValueError: a missing or unknown size.
+      ValueError: a missing or unknown size, or a dtype that is none.
+      UserError: see `quantized.bits_of` and `quantized.stored`.
     """
+    check_dtype(dtype)
     spec = layout_of(layout)
     by_default = {"Hv": "H", "Rv": "R"}  # values have as many channels as keys
     defaults = {name: sizes[other] for name, other in by_default.items() if other in sizes}
@@ -187,11 +199,22 @@ def abstract_fields(
             if name in spec.optional:
                 continue
             raise ValueError(f"{missing[0]} is missing: layout {layout!r} needs {_sizes(spec)}")
-        shape = (batch, *(sizes[letter] for letter in axes.split()), capacity)
-        is_wide = name in spec.wide
-        field_dtype = jnp.promote_types(dtype, jnp.float32) if is_wide else jnp.dtype(dtype)
-        fields[name] = jax.ShapeDtypeStruct(shape, field_dtype)
-    return fields
+        shape = tuple(sizes[letter] for letter in axes.split())
+        kinds = dict(wide=name in spec.wide, keeps=name in spec.keeps)
+        fields[name] = Field(axes.replace("v", ""), shape, **kinds)
+    fields = quantized.stored(fields, quantized.bits_of(cache_dtype), f"layout {layout!r}")
+    return {
+        name: jax.ShapeDtypeStruct((batch, *field.shape, capacity), field.dtype_in(dtype))
+        for name, field in fields.items()
+    }
+
+
+def check_dtype(dtype: jnp.dtype) -> jnp.dtype:
+    """Returns a cache's dtype; raises a ValueError if it has no fractions."""
+    if not jnp.issubdtype(dtype, jnp.floating):
+        name = jnp.dtype(dtype).name
+        raise ValueError(f"dtype = {name}: must be a floating-point dtype; cache_dtype quantises")
+    return dtype
 
 
 def layout_of(name: str) -> Layout:

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax import cache as cache_lib
+from kvjax.cache import quantized
 from kvjax.costs import formulas
 from kvjax.data import tokenizer as tokenizer_lib
 from kvjax.data.tokenizer import Tokenizer
@@ -140,16 +141,19 @@ class Model:
         return np.asarray(z_BTV[0] if one_sequence else z_BTV)
 
     def cache_bytes(self, tokens: int = 1, batch: int = 1) -> int:
-        """Returns the bytes of the cache of `batch` sequences of `tokens`, in the model's dtype."""
-        return batch * tokens * formulas.cache_bytes_per_token(self.config, self.dtype)
+        """Returns the bytes that the model's cache has for `batch` sequences of `tokens`."""
+        bits = self._generator.compute.cache_bits
+        return batch * tokens * formulas.cache_bytes_per_token(self.config, self.dtype, bits)
 
     @property
     def dtype(self) -> jnp.dtype:
-        """The dtype of weights, activations and cache."""
+        """The dtype of weights, activations, and of a cache that is not quantised."""
         return jnp.dtype(self._generator.compute.dtype)
 
 
-def load(source: str | os.PathLike, *, step: int | None = None, dtype: str = "") -> Model:
+def load(
+    source: str | os.PathLike, *, step: int | None = None, dtype: str = "", cache_dtype: str = ""
+) -> Model:
     """Loads the model of a run, an export, or a published model.
 
     Args:
@@ -157,15 +161,17 @@ def load(source: str | os.PathLike, *, step: int | None = None, dtype: str = "")
         file, or hf://OWNER/NAME[@REVISION], which is downloaded into Hugging Face's cache.
       step: checkpoint of a workdir; None: the latest.
       dtype: "bfloat16" or "float32"; "": the run's, and float32 for published models.
+      cache_dtype: "int8" or "int4": the cache is quantised; "": it is in `dtype`.
 
     Raises:
-      UserError: no model is there, or it cannot be read.
+      UserError: no model is there, or it cannot be read, or cannot have this cache_dtype.
     """
     if hub.is_name(source):
         source = hub.model("source", os.fspath(source))
     path = runtime.path("source", os.fspath(source))
     if (path / "config.txt").exists() or not path.exists():
-        loaded = trained.start_loading(path, step=step, dtype=dtype, programs=True)()
+        dtypes = dict(dtype=dtype, cache_dtype=cache_dtype)
+        loaded = trained.start_loading(path, step=step, **dtypes, programs=True)()
         return Model(path.name, loaded.model, loaded.compute, loaded.tokenizer, loaded.context)
     if step is not None:
         raise UserError(f"step = {step}: {source} is a published model, without steps")
@@ -173,10 +179,12 @@ def load(source: str | os.PathLike, *, step: int | None = None, dtype: str = "")
 
     if dtype:
         one_of("dtype", dtype, ("bfloat16", "float32"))
+    bits = quantized.bits_of(cache_dtype)
     lazy = model_lib.open(os.fspath(source))
+    quantized.check(lazy.transformer.mechanisms, bits)
     tokenizer = tokenizer_lib.from_json(lazy.tokenizer_json, lazy.name)
     tokenizer.ends = origin.ends(lazy.token_files, tokenizer, lazy.transformer.vocab_size)
-    compute = Compute(dtype=jnp.dtype(dtype or "float32"))
+    compute = Compute(dtype=jnp.dtype(dtype or "float32"), cache_bits=bits)
     return Model(lazy.name, model_lib.transformer(lazy), compute, tokenizer, lazy.context)
 
 

@@ -75,7 +75,7 @@ def _run(options: argparse.Namespace, out: Output) -> None:
     runtime.start()
     from kvjax.lm_eval import options as options_lib, prompts
 
-    keys = ("step", "dtype", "batch_size", "max_length", "chips")
+    keys = ("step", "dtype", "cache_dtype", "batch_size", "max_length", "chips")
     settings = {key: getattr(options, key) for key in keys}
     saved_model = options_lib.find(runtime.workdir(options.workdir), **settings)
     if options.apply_chat_template and prompts.Prompts(saved_model).template is None:

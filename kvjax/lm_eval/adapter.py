@@ -49,6 +49,7 @@ class KvjaxLM(TemplateLM):
         *,
         step: int | None = None,
         dtype: str = "",
+        cache_dtype: str = "",
         batch_size: int = BATCH,
         max_length: int | None = None,
         chips: int = 1,
@@ -61,6 +62,7 @@ class KvjaxLM(TemplateLM):
         Args:
           step: of the checkpoint; None: the latest.
           dtype: compute dtype; "": the run's.
+          cache_dtype: "int8" or "int4" for a quantised cache; "": in the compute dtype.
           batch_size: sequences per batch, for scoring and generation.
           max_length: maximum tokens of a sequence; None: the training length.
           chips: devices that a cache's tokens are sharded over.
@@ -74,12 +76,13 @@ class KvjaxLM(TemplateLM):
         super().__init__()
         del max_batch_size
         sizes = dict(batch_size=batch_size, max_length=max_length, chips=chips)
-        saved = options.find(workdir, step=step, dtype=dtype, device=device, **sizes)
+        dtypes = dict(dtype=dtype, cache_dtype=cache_dtype)
+        saved = options.find(workdir, step=step, device=device, **dtypes, **sizes)
         self._found, self._seed = saved, seed
         self._max_length, self.batch_size = max_length or saved.context, batch_size
         self.prompts = Prompts(saved)
         mesh = program.make_mesh(chips, jax.local_devices()) if chips != 1 else None
-        loaded = trained.load(saved.workdir, step=saved.step, dtype=dtype)
+        loaded = trained.load(saved.workdir, step=saved.step, **dtypes)
         self.generator = Generator(loaded.model, loaded.compute, mesh=mesh)
         self._scorer = Scorer(self.generator, batch=batch_size)
         tokenizer = saved.tokenizer
@@ -96,6 +99,7 @@ class KvjaxLM(TemplateLM):
             step=self._found.step,
             tokenizer=self.prompts.name,  # a digest that covers the chat template
             dtype=self.generator.compute.dtype,
+            cache_dtype=self.generator.compute.cache_dtype,
             max_length=self._max_length,
             calculator=calculator.MODES[0],  # for models that call it, in conversations
         )

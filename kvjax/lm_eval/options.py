@@ -4,6 +4,7 @@ from etils import epath
 import jax
 
 from kvjax import config as config_lib
+from kvjax.cache import quantized
 from kvjax.decoding import program
 from kvjax.decoding.generator import max_positions
 from kvjax.decoding.scoring import BATCH
@@ -17,6 +18,7 @@ def find(
     *,
     step: int | None = None,
     dtype: str = "",
+    cache_dtype: str = "",
     batch_size: int = BATCH,
     max_length: int | None = None,
     chips: int = 1,
@@ -30,6 +32,7 @@ def find(
     """
     if dtype:
         one_of("dtype", dtype, config_lib.DTYPES)
+    quantized.bits_of(cache_dtype)
     if type(batch_size) is not int:
         raise UserError(f"batch_size = {batch_size!r}: must be a whole number")
     at_least("batch_size", batch_size, 1)
@@ -45,6 +48,7 @@ def find(
     if not workdir:
         raise UserError("--workdir is missing: give the folder of a trained run, as runs/lrkv_tiny")
     saved = trained.find(workdir, step=step)
+    trained.compute_of(saved.experiment, dtype, cache_dtype)
     limit = max_positions(saved.experiment.model, chips)
     if max_length is not None and limit is not None and max_length > limit:
         raise UserError(f"max_length = {max_length}: the model has only {limit} positions")

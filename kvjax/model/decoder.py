@@ -101,5 +101,5 @@ def packs(sharding: jax.sharding.Sharding) -> bool:
 
 def allocate(config: TransformerConfig, compute: Compute, *, batch: int, capacity: int) -> Cache:
     """Allocates an empty cache for a model; see `kvjax.cache.abstract`."""
-    shape = dict(batch=batch, capacity=capacity, dtype=compute.dtype)
+    shape = dict(batch=batch, capacity=capacity, dtype=compute.dtype, bits=compute.cache_bits)
     return cache_lib.allocate(config.mechanisms, **shape)

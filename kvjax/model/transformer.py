@@ -55,6 +55,7 @@ class Compute:
     dtype: jnp.dtype = jnp.dtype(jnp.float32)  # of activations, and of weights in products
     remat: str = "none"  # a key of REMAT_POLICIES
     unroll: bool = False  # unroll the scan over layers (faster on CPU, slower to compile)
+    cache_bits: int | None = None  # of a quantised KV cache, see `kvjax.cache.quantized`
     query_chunk: int = 0  # see `softmax_attention`
     loss_chunks: int = 8  # see `loss.num_slices`
     attention: str | None = None  # implementation of `softmax_attention`; None: by device
@@ -70,6 +71,11 @@ class Compute:
     def shard_activations(self, x_BTD: jax.Array) -> jax.Array:
         """Constrains activations to be sharded over the batch and `sequence`."""
         return sharding.constrain(x_BTD, self.mesh, sharding.BATCH, "sequence")
+
+    @property
+    def cache_dtype(self) -> str:
+        """Name of the dtype of a KV cache."""
+        return str(self.dtype) if self.cache_bits is None else f"int{self.cache_bits}"
 
     @property
     def sequence_shards(self) -> int:

@@ -10,6 +10,7 @@ import jax
 import ml_collections
 
 from kvjax import config as config_lib
+from kvjax.cache import quantized
 from kvjax.conversation import specials
 from kvjax.conversation.jinja_process import LimitError
 from kvjax.conversation.template import Template
@@ -53,17 +54,21 @@ class LoadedModel:
     step: int
 
 
-def load(workdir: epath.Path, *, step: int | None = None, dtype: str = "") -> LoadedModel:
+def load(
+    workdir: epath.Path, *, step: int | None = None, dtype: str = "", cache_dtype: str = ""
+) -> LoadedModel:
     """Loads a checkpoint's model onto one device, in compute dtypes.
 
     Args:
       step: step of the checkpoint; None: the latest.
       dtype: overrides the run's config.compute.dtype.
+      cache_dtype: "int8" or "int4" for a quantised cache; "": in the compute dtype.
 
     Raises:
-      UserError: the workdir or the checkpoint does not exist, or cannot be read.
+      UserError: the workdir or the checkpoint does not exist, or cannot be read; its mechanisms
+        cannot have this cache_dtype.
     """
-    return start_loading(workdir, step=step, dtype=dtype)()
+    return start_loading(workdir, step=step, dtype=dtype, cache_dtype=cache_dtype)()
 
 
 def start_loading(
@@ -71,6 +76,7 @@ def start_loading(
     *,
     step: int | None = None,
     dtype: str = "",
+    cache_dtype: str = "",
     programs: bool = False,
     implementation: str | None = None,
 ) -> Callable[..., LoadedModel]:
@@ -85,7 +91,7 @@ def start_loading(
     """
     workdir = runtime.workdir(workdir)
     experiment, step = experiment_of(workdir), _existing_step(workdir, step)
-    config, compute = experiment.model, compute_of(experiment, dtype)
+    config, compute = experiment.model, compute_of(experiment, dtype, cache_dtype)
     if programs:
         engine.start_loading(config, compute, implementation=implementation)
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -105,17 +111,17 @@ def start_loading(
     return finish
 
 
-def compute_of(experiment: config_lib.Experiment, dtype: str = "") -> Compute:
-    """Resolves a run's compute options for this machine.
-
-    Args:
-      dtype: overrides the run's config.compute.dtype.
-    """
-    compute = experiment.compute
+def compute_of(
+    experiment: config_lib.Experiment, dtype: str = "", cache_dtype: str = ""
+) -> Compute:
+    """Resolves a run's compute options for this machine; dtypes are as in `load`."""
+    compute, bits = experiment.compute, quantized.bits_of(cache_dtype)
+    quantized.check(experiment.model.mechanisms, bits)
     if dtype:
         one_of("dtype", dtype, config_lib.DTYPES)
         compute = dataclasses.replace(compute, dtype=dtype)
-    return compute.resolve(jax.devices()[0].platform, experiment.model.block.num_layers)
+    compute = compute.resolve(jax.devices()[0].platform, experiment.model.block.num_layers)
+    return dataclasses.replace(compute, cache_bits=bits)
 
 
 def find(workdir: epath.PathLike, *, step: int | None = None) -> SavedModel:

@@ -65,7 +65,7 @@ def test_all_that_is_printed_of_a_step_and_saved(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(compilation, "training_step", compiled(train))
     monkeypatch.setattr(compilation, "decode_step", compiled(decode))
     overrides = ["--config.train.grad_accumulation=2", "--config.train.num_steps=50000"]
-    shape = ["--step=decode", "--batch=3", "--length=1000", "--chips=4"]
+    shape = ["--step=decode", "--batch=3", "--length=1000", "--chips=4", "--cache_dtype=int8"]
     together, alone = tmp_path / "aot.jsonl", tmp_path / "decode.json"
     lines = []
     for options, status in (
@@ -85,10 +85,10 @@ def test_all_that_is_printed_of_a_step_and_saved(monkeypatch, capsys, tmp_path):
     golden.check_text("\n".join(lines), "aot/steps", rtol=1e-9)
     assert asked == [
         ((experiment(MEDIUM, *overrides), "v5e:8"), {}),
-        ((experiment(MEDIUM), "v5e:8"), dict(batch=3, length=1000, chips=4)),
+        ((experiment(MEDIUM), "v5e:8"), dict(batch=3, length=1000, chips=4, cache_bits=8)),
     ]
     assert aot.main([*command[:4], "--step=decode"]) == 1
-    assert asked[-1][1] == dict(batch=1, length=8192, chips=1)
+    assert asked[-1][1] == dict(batch=1, length=8192, chips=1, cache_bits=None)
     assert aot.result_name("c", "v5p:2x2", "decode") == "c_v5p_2x2_decode"
 
 

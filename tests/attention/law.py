@@ -15,6 +15,7 @@ import numpy as np
 
 from kvjax import cache as cache_lib
 from kvjax.attention import Attention
+from kvjax.kernels.decode_attention import reference
 from kvjax.layers import rope
 
 B, D, BASE = 3, 16, 100.0
@@ -54,10 +55,18 @@ class Run:
     """One attention module in one dtype: on whole sequences, and over a cache."""
 
     def __init__(
-        self, config, base, graph, weights, dtype, implementation="small_tiles", softcap=0.0
+        self,
+        config,
+        base,
+        graph,
+        weights,
+        dtype,
+        implementation="small_tiles",
+        softcap=0.0,
+        bits=None,
     ):
         self.config, self.base, self.dtype = config, base, jnp.dtype(dtype)
-        self.softcap = softcap
+        self.softcap, self.bits = softcap, bits
 
         def cast(w):
             return jnp.asarray(w, self.dtype)
@@ -77,18 +86,39 @@ class Run:
             options = dict(rope_base=base, implementation=implementation, softcap=softcap)
             return nnx.merge(graph, weights).decode(x_BTD, positions, layer, counts_B, **options)
 
+        @jax.jit
+        def definition(weights, x_BTD, entry, first_B):
+            index = first_B[:, None] + jnp.arange(x_BTD.shape[1], dtype=jnp.int32)[None]
+            positions = rope.positions(index, config.rope_dim, base)
+            module = nnx.merge(graph, weights)
+            q_BTNH, _ = module.mechanism.project(x_BTD, positions)
+            inputs = module.mechanism.decode_inputs(q_BTNH, base)
+            o_BTNH = reference.decode_attention(inputs, entry, first_B, softcap=softcap)
+            return module.project_out(o_BTNH.astype(x_BTD.dtype), x_BTD, positions)
+
+        @jax.jit
+        def entry(weights, x_BTD):
+            index = np.arange(x_BTD.shape[1], dtype=np.int32)[None]
+            positions = rope.positions(index, config.rope_dim, base)
+            mechanism = nnx.merge(graph, weights).mechanism
+            return mechanism.encode(mechanism.project(x_BTD, positions)[1], positions)
+
         self._full, self._decode = full, decode
+        self.definition = functools.partial(definition, self.weights)
+        self.entry = functools.partial(entry, self.weights)
 
     def full(self, x_BTD):
         """Returns outputs [B, T, D] on whole sequences, float64."""
         return np.asarray(self._full(self.weights, jnp.asarray(x_BTD, self.dtype)), np.float64)
 
     def layer(self, batch=B):
-        cache = cache_lib.allocate([self.config], batch=batch, capacity=S, dtype=self.dtype)
-        return cache.layers[0]
+        shape = dict(batch=batch, capacity=S, dtype=self.dtype, bits=self.bits)
+        return cache_lib.allocate([self.config], **shape).layers[0]
 
-    def decode(self, x_BTD, splits, layer=None):
-        """Yields (b, first, outputs [count, D]) of every sequence that a split advances.
+    def calls(self, x_BTD, splits, layer=None):
+        """Yields each call's inputs, lengths before it, counts, outputs, and its layer.
+
+        The next call overwrites the layer.
 
         Args:
           splits: (T, counts [B]) of each call; inputs beyond a count are NaN.
@@ -100,13 +130,17 @@ class Run:
             for b, count in enumerate(counts):
                 new[b, :count] = x_BTD[b, lengths[b] : lengths[b] + count]
             counts = np.asarray(counts, np.int32)
-            arguments = (jnp.asarray(new, self.dtype), layer, lengths, counts)
-            y_BTD, layer = self._decode(self.weights, *arguments)
-            y_BTD = np.asarray(y_BTD, np.float64)
+            new = jnp.asarray(new, self.dtype)
+            y_BTD, layer = self._decode(self.weights, new, layer, lengths, counts)
+            yield new, lengths, counts, np.asarray(y_BTD, np.float64), layer
+            lengths = lengths + counts
+
+    def decode(self, x_BTD, splits, layer=None):
+        """Yields (b, first, outputs [count, D]) of every sequence that a split advances."""
+        for _, lengths, counts, y_BTD, _ in self.calls(x_BTD, splits, layer):
             for b, count in enumerate(counts):
                 if count:
                     yield b, int(lengths[b]), y_BTD[b, :count]
-            lengths = lengths + counts
 
     def decoded(self, x_BTD, splits, layer=None):
         """Returns outputs [B, T, D]; NaN for tokens that no split reached."""
@@ -180,3 +214,56 @@ def check(randomise, config, base, **keys):
             np.testing.assert_allclose(y, wanted, rtol=1e-10, atol=1e-10)
 
     equal()
+
+
+# -- quantised caches ------------------------------------------------------------------------------
+
+
+def read_back(layer):
+    """Returns the entry that a quantised layer stands for, and its scales: float64 by name."""
+    arrays = {name: np.asarray(x) for name, x in layer.items()}
+    scales = {name: x for name, x in arrays.items() if name.endswith(".scale")}
+    entry = {}
+    for name in arrays.keys() - scales:
+        x = arrays[name]
+        if x.dtype == np.uint8:  # channel i in the low half of a byte, i + W/2 in the high half
+            x = np.concatenate([x % 16, x // 16], axis=-2) - 8.0
+        entry[name] = x.astype(np.float64) * np.float64(scales.get(f"{name}.scale", 1))
+    return entry, {name.removesuffix(".scale"): np.float64(x) for name, x in scales.items()}
+
+
+def check_quantized(randomise, config, base, bits, short, **keys):
+    """Asserts the laws of a quantised cache, in float64, however a sequence is split.
+
+    A: decoding is `reference` over the entries read back. B: these are off by half a scale at most,
+    which is the largest element of the row over 127 (of int4: 7); wide fields and RoPE keys are
+    exact. Rows of fewer than `short` channels share their field's scale, and are int8.
+    """
+    run, x = make_run(randomise, config, base, jnp.float64, bits=bits, **keys), sequences()
+    exact = {name: np.moveaxis(a, 1, -1) for name, a in jax.device_get(run.entry(x)).items()}
+    kept = {name for name in exact if name in ("key_scale", "rope_key")}
+
+    @settings(max_examples=3, deadline=None)
+    @given(splits=any_splits())
+    def laws(splits):
+        for new, first_B, counts_B, y_BTD, layer in run.calls(x, splits):
+            entry, scales = read_back(layer)
+            wanted = run.definition(new, entry, first_B)
+            for b, count in enumerate(counts_B):
+                near = dict(rtol=1e-10, atol=1e-10)
+                np.testing.assert_allclose(y_BTD[b, :count], wanted[b, :count], **near)
+        assert entry.keys() == exact.keys() and scales.keys() == exact.keys() - kept
+        for b, length in enumerate(first_B + counts_B):
+            for name, a in exact.items():
+                stored, true = entry[name][b, ..., :length], a[b, ..., :length]
+                if name in kept:
+                    np.testing.assert_allclose(stored, true, rtol=1e-12)
+                    continue
+                is_short = true.shape[-2] < short
+                largest = 127 if bits == 8 or is_short else 7
+                axes = tuple(range(true.ndim - 1)) if is_short else -2
+                peaks = np.abs(true).max(axis=axes, keepdims=True) / largest
+                np.testing.assert_allclose(scales[name][b, ..., :length], peaks, rtol=1e-6)
+                assert np.all(np.abs(stored - true) <= peaks / 2 * (1 + 1e-6))
+
+    laws()

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from kvjax import attention
+from kvjax.cache import quantized
 from kvjax.foundation.errors import UserError
 from tests import quick, reference
 from tests.attention import law
@@ -124,6 +125,17 @@ def _id(value):
 def test_the_law_for_pairs_of_options(x64, randomise, kind, row):
     config, base, softcap = _case_config(kind, row)
     law.check(randomise, config, base, softcap=softcap)
+
+
+SHORT = 6  # rows of ranks up to 5 share a scale, rows of heads and latents have their own
+
+
+@pytest.mark.parametrize("bits", (8, 4))
+@pytest.mark.parametrize("kind, row", quick.only(QUICK[1:3], CASES), ids=_id)
+def test_the_law_of_quantised_caches(x64, monkeypatch, randomise, kind, row, bits):
+    monkeypatch.setattr(quantized, "SHORTEST_ROW", SHORT)
+    config, base, softcap = _case_config(kind, row)
+    law.check_quantized(randomise, config, base, bits, SHORT, softcap=softcap)
 
 
 def test_pairs_of_options_that_configs_refuse():

@@ -222,15 +222,16 @@ def test_options_reach_the_model(run, monkeypatch):
     monkeypatch.setattr(chat, "answers", answers)
     given = "--system=Be. --num_tokens=7 --temperature=0.3 --top_k=9 --top_p=0.5 --context=80"
     given = [*given.split(), "--seed=4294967295", "--calculator=dataset", "--dtype=float32"]
+    given.append("--cache_dtype=int8")
     opened = "<|bos|><|user_start|>{}{}<|user_end|><|assistant_start|>"
     told = "A<|assistant_end|><|user_start|>{}<|user_end|><|assistant_start|>"
     sampling = Sampling(temperature=0.3, top_k=9, top_p=0.5)
     options = dict(num_tokens=7, sampling=sampling, mode="dataset", capacity=80)
     plain = dict(num_tokens=256, mode="nanochat", capacity=600)
     plain |= dict(sampling=Sampling(temperature=0.6, top_k=50, top_p=1.0))
-    for flags, system, expected, seeds, dtype in (
-        (given, "Be.\n\n", options, (4294967295, 0), "float32"),
-        ([], "", plain, (0, 1), ""),
+    for flags, system, expected, seeds, dtype, cache_dtype in (
+        (given, "Be.\n\n", options, (4294967295, 0), "float32", "int8"),
+        ([], "", plain, (0, 1), "", ""),
     ):
         seen.clear()
         assert run(*flags, text="Hi\n\nOn\n") == (0, "A\nA\n\n", "")
@@ -240,7 +241,8 @@ def test_options_reach_the_model(run, monkeypatch):
             (prompt, expected | dict(seed=seed))
             for prompt, seed in zip(prompts, seeds, strict=True)
         ]
-        assert loaded[-1] == dict(step=None, dtype=dtype, programs=True)
+        dtypes = dict(dtype=dtype, cache_dtype=cache_dtype)
+        assert loaded[-1] == dict(step=None, programs=True) | dtypes
     # A prompt may have the context less --num_tokens: here 26 tokens, then 25.
     assert run("--context=30", "--num_tokens=4", text="x" * 22)[2] == ""
     assert "there is room for 26" in run("--context=30", "--num_tokens=4", text="x" * 23)[2]

@@ -50,6 +50,20 @@ def test_all_configs_of_a_scale_by_cache(run, tmp_path):
         run(f"--config={tmp_path / 'lrkv_tiny.py'}", "--all")
 
 
+def test_a_quantised_cache(run):
+    """LRKV of rank 64 at 2.5B: 36 layers of 2,784 bytes in int8."""
+    text, result = run(f"--config={CONFIGS / 'lrkv_2p5b.py'}", "--cache_dtype=int8", "--device=v5e")
+    decode = result["configs"][0]["decode"][0]
+    assert decode["cache_bytes_per_token"] == 36 * 2784
+    assert "cache bytes per token, int8" in text and result["cache_dtype"] == "int8"
+    wide = run(f"--config={CONFIGS / 'lrkv_2p5b.py'}", "--device=v5e")[1]["configs"][0]["decode"][0]
+    saved = 36 * (5192 - 2784) * 8192 / 1e9
+    assert wide["gb_per_token"] - decode["gb_per_token"] == pytest.approx(saved)
+    assert decode["largest_batch"]["v5e"] > 1.8 * wide["largest_batch"]["v5e"]
+    with pytest.raises(UserError, match="--cache_dtype = 'fp8': must be one of '', 'int8', 'int4'"):
+        run(f"--config={CONFIGS / 'lrkv_2p5b.py'}", "--cache_dtype=fp8")
+
+
 def test_without_chips_there_are_no_figures_of_chips(run):
     text, result = run(f"--config={CONFIGS / 'lrkv_2p5b.py'}")
     assert (result["batch"], result["chips"]) == (1, 1) and "chips" not in text

@@ -272,10 +272,13 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     assert "beside 16.060 GB of weights (in bfloat16, by its config)" in text
     line = next(line for line in text.splitlines() if line.startswith("| GQA, 8 KV heads (this"))
     cells = line.strip("| ").split(" | ")[1:]
-    assert cells == ["131,072", "262,144", "0.250", "1.074", "2.147", "845,642"]
+    assert cells == ["131,072", "262,144", "67,584", "34,816", *"0.250 1.074 2.147 845,642".split()]
     result = json.loads(out)
     assert (result["model"], result["context"]) == ("Llama-3-8B", 8192)
     assert len(result["rows"]) == 21 and result["rows"][1]["of_mha"] == 0.25
+    command.main(["--model=hf://meta/Llama-3-8B", "--device=h200", "--json", "--cache_dtype=int4"])
+    (fits,) = json.loads(capsys.readouterr().out)["rows"][1]["tokens"].values()
+    assert fits == pytest.approx(845_642 * 131_072 / 34_816, rel=1e-3)
     local = shutil.copytree(folder, tmp_path / "Llama-3-8B")
     command.main([f"--model={local}", "--context=10", "--json"])
     assert json.loads(capsys.readouterr().out)["rows"][1]["cache_bytes"]["float32"] == 2_621_440

@@ -84,6 +84,27 @@ def test_caches_of_rivals_take_the_bytes_of_their_formulas(v5e, name):
 
 
 @pytest.mark.aot
+@pytest.mark.parametrize("bits", (8, 4))
+@pytest.mark.parametrize("name", ["LRKV", "MLA", "MHA"])
+def test_a_quantised_cache_takes_its_bytes_on_a_tpu(v5e, name, bits):
+    """The compiled step's are those of the formula, and no copy of the cache is made.
+
+    Of one sequence: for two, XLA copies the cache to another tiling and back (experiments/LOG.md).
+    """
+    config = d36.model(name, layers=2)
+    shapes = dict(batch=1, device=v5e, cache_bits=bits)
+    short, long = (
+        decode_memory.step_memory(config, length=length, **shapes)
+        for length in decode_memory.LENGTHS
+    )
+    for step in (short, long):
+        assert step["kernel_calls"] == 0  # no kernel reads it: XLA does
+        assert step["logical"] == step["costs"] and step["aliased"] == step["physical"]
+        assert step["logical"] <= step["physical"] <= 1.001 * step["logical"] + 4096
+    assert abs(decode_memory.growth(short, long)) < 0.05
+
+
+@pytest.mark.aot
 def test_physical_bytes_count_padding(v5e):
     """A rank of 46 takes the room of 48 on the TPU."""
     config = d36.model("LRKV without QK-norm", layers=1)

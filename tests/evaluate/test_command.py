@@ -201,6 +201,7 @@ def test_bad_options_give_one_line(checked):
         "--humaneval_helpers=x": "humaneval_helpers = 'x'",
         "--sandbox=x": "sandbox = 'x'",
         "--dtype=x": "dtype = 'x'",
+        "--cache_dtype=int2": "--cache_dtype = 'int2': must be one of '', 'int8', 'int4'",
         "--compare=a": "--compare and --workdir: give one of them",
         "--tasks=mmlu --file=gsm8k=x": "gsm8k is not among --tasks=mmlu",
         "--data=nowhere": "hf download allenai/ai2_arc --repo-type=dataset --local-dir=",
@@ -215,7 +216,7 @@ def test_bad_options_give_one_line(checked):
 
 def test_default_options():
     assert vars(evaluate._parser().parse([])) == dict(
-        dict.fromkeys(("workdir", "tasks", "dtype", "out", "compare"), ""),
+        dict.fromkeys(("workdir", "tasks", "dtype", "cache_dtype", "out", "compare"), ""),
         **dict.fromkeys(("json", "markdown", "allow_unsandboxed_code"), False),
         data="~/data",
         file=[],

@@ -273,6 +273,7 @@ def test_each_row_is_asked_once(run):
 def test_humaneval_completion_and_plain_text(run, data, tmp_path, monkeypatch):
     """Completes prompts of HumanEval; asks CORE of a model without special tokens."""
     given = ("--tasks=humaneval", "--humaneval=completion", "--humaneval_helpers=prompt")
+    given += ("--cache_dtype=int8",)
     out, err, _ = run(*given, "--json")
     said = "HumanEval as completion, sandbox: a box + a lock, helpers from the prompt."
     assert said in " ".join(err.split())
@@ -280,7 +281,8 @@ def test_humaneval_completion_and_plain_text(run, data, tmp_path, monkeypatch):
     asked = dict(humaneval="completion", humaneval_helpers="prompt", right=2)
     assert task | asked == task and json.loads(out)["options"]["humaneval_helpers"] == "prompt"
     identity = json.loads((tmp_path / "run/evaluations/0/humaneval.json").read_text())
-    assert identity | dict(humaneval="completion", humaneval_helpers="prompt") == identity
+    asked = dict(humaneval="completion", humaneval_helpers="prompt", cache_dtype="int8")
+    assert identity | asked == identity
     assert "template" not in identity
     row = oracles.row("humaneval", 2)
     problem = sandbox.Problem(f"{row['prompt']}bad", row["test"], "f")
@@ -290,6 +292,8 @@ def test_humaneval_completion_and_plain_text(run, data, tmp_path, monkeypatch):
         raise sandbox.SandboxError("it broke")
 
     monkeypatch.setattr(run.box, "judge_all", fails)
+    _, err, _ = run(*given[:-1], status=2)  # rows of one cache are not added to another's
+    assert "cache_dtype = 'int8', but this command has None" in err
     _, err, _ = run("--tasks=humaneval", "--out=fails", status=2)
     assert "humaneval: the sandbox failed: it broke. Run it again" in err
     plain = workdirs.write(tmp_path / "plain", tokenizer=tokenizer_lib.byte_tokenizer())

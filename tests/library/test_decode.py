@@ -7,12 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax.foundation.errors import UserError
 from kvjax.kernels.decode_attention.api import decode_attention as internal
 from kvjax.layers import rope
 from kvjax.library.decode import decode_attention
 from kvjax.library.kv_cache import KVCache
 from kvjax.library.layouts import LAYOUTS, describe_layout
 from tests import quick
+from tests.attention import law
 from tests.library.test_attention import layer_of
 from tests.mechanisms import MECHANISMS
 
@@ -88,6 +90,15 @@ def test_layouts_are_those_of_the_mechanisms(name):
         np.testing.assert_allclose(found, expected, atol=1e-12)
         z_BTNS = _capped_logits(inputs, cache.arrays, lengths - T, **capped)
         np.testing.assert_allclose(lse_capped, np.log(np.exp(z_BTNS).sum(axis=-1)), atol=1e-12)
+        found = decode_attention(query, cache.arrays, cache.lengths, **options, **capped)
+        np.testing.assert_allclose(found, expected, atol=1e-12)
+        cache = KVCache.allocate(
+            layout, batch=B, capacity=100, dtype=jnp.float64, cache_dtype="int8", **sizes
+        )
+        cache = cache.append(entry, lengths)
+        assert {x.dtype for x in cache.arrays.values()} >= {jnp.dtype("int8"), jnp.dtype("float32")}
+        read, _ = law.read_back(cache.arrays)
+        expected = internal(inputs, read, lengths - T, **capped, implementation="reference")
         found = decode_attention(query, cache.arrays, cache.lengths, **options, **capped)
         np.testing.assert_allclose(found, expected, atol=1e-12)
 
@@ -199,7 +210,22 @@ def test_kernels_have_no_window_and_no_soft_cap(change, return_lse):
         decode_attention(**GQA, **options)
 
 
+def test_kernels_read_no_quantised_cache():
+    cache = KVCache.allocate("grouped", batch=2, capacity=8, K=2, H=16, cache_dtype="int4")
+    assert cache.nbytes == 2 * 128 * 2 * 2 * (8 + 4)
+    query = jnp.zeros((2, 2, 16))
+    for options in ({}, {"return_lse": True}):
+        with pytest.raises(NotImplementedError, match="TPU kernels read no quantised cache: use"):
+            decode_attention(query, cache.arrays, cache.lengths, implementation="tpu", **options)
+
+
 def test_mistakes_of_caches_are_named():
+    with pytest.raises(UserError, match="cache_dtype = 'fp8': must be one of '', 'int8', 'int4'"):
+        KVCache.allocate("grouped", batch=1, capacity=1, K=2, H=4, cache_dtype="fp8")
+    with pytest.raises(UserError, match="'int4': layout 'grouped' caches base_key of 17 channels"):
+        KVCache.allocate("grouped", batch=1, capacity=1, K=2, H=17, cache_dtype="int4")
+    with pytest.raises(ValueError, match="dtype = int8: must be a floating-point dtype; cache_dt"):
+        KVCache.allocate("grouped", batch=1, capacity=1, K=2, H=4, dtype=jnp.int8)
     with pytest.raises(ValueError, match=r"J is missing: layout 'residual' needs J \(bases"):
         KVCache.allocate("residual", batch=1, capacity=1, K=2, H=4, R=2)
     with pytest.raises(ValueError, match=r"D: layout 'grouped' has the sizes K \(KV heads"):

@@ -22,6 +22,7 @@ from kvjax.foundation import command_line
 from kvjax.foundation.errors import UserError
 from kvjax.lm_eval import __main__ as command
 from kvjax.lm_eval.prompts import Prompts
+from kvjax.model.transformer import Compute
 from kvjax.workdir import trained
 from tests.conversation import workdirs
 from tests.lm_eval import stand_in
@@ -66,7 +67,7 @@ def adapter(library, monkeypatch):
 
     adapter.given = given = []
     loaded = types.SimpleNamespace(model="a model", compute="computing")
-    generator = types.SimpleNamespace(compute=types.SimpleNamespace(dtype="float32"))
+    generator = types.SimpleNamespace(compute=Compute(cache_bits=8))
     monkeypatch.setattr(trained, "load", lambda *a, **k: given.append((a, k)) or loaded)
     monkeypatch.setattr(adapter, "Generator", lambda *a, **k: given.append((a, k)) or generator)
     monkeypatch.setattr(adapter, "Scorer", Scorer)
@@ -83,6 +84,7 @@ def test_constructor_options(adapter, library, workdir, imported):
         str(workdir),
         step=0,
         dtype="bfloat16",
+        cache_dtype="int8",
         batch_size=3,
         max_length=MAX_LENGTH,
         chips=2,
@@ -92,7 +94,7 @@ def test_constructor_options(adapter, library, workdir, imported):
     )
     mesh = program.make_mesh(2, jax.local_devices())
     assert adapter.given == [
-        ((workdir,), dict(step=0, dtype="bfloat16")),
+        ((workdir,), dict(step=0, dtype="bfloat16", cache_dtype="int8")),
         (("a model", "computing"), dict(mesh=mesh)),
     ]
     assert model._scorer.generator is adapter.generator and model._scorer.batch == 3
@@ -102,6 +104,7 @@ def test_constructor_options(adapter, library, workdir, imported):
         step=0,
         tokenizer=prompts.name,
         dtype="float32",
+        cache_dtype="int8",
         max_length=MAX_LENGTH,
         calculator="nanochat",
     )
@@ -119,12 +122,14 @@ def test_constructor_options(adapter, library, workdir, imported):
 
     adapter.given.clear()
     usual = adapter.KvjaxLM(imported)
-    assert adapter.given[0][1] == dict(step=0, dtype="") and adapter.given[1][1] == dict(mesh=None)
+    assert adapter.given[0][1] == dict(step=0, dtype="", cache_dtype="")
+    assert adapter.given[1][1] == dict(mesh=None)
     assert (usual.max_length, usual.max_gen_toks, usual.batch_size) == (600, 256, 8)
     assert usual._seed == 0 and model._seed == 5
     with pytest.raises(UserError, match="--workdir is missing"):
         adapter.KvjaxLM()
-    for name, value in dict(dtype="int8", batch_size=0, max_length=1, device="tpu").items():
+    dtypes = dict(dtype="int8", cache_dtype="fp8")
+    for name, value in (dtypes | dict(batch_size=0, max_length=1, device="tpu")).items():
         with pytest.raises(UserError, match=f"{name} = "):
             adapter.KvjaxLM(workdir, **{name: value})
 
@@ -263,6 +268,7 @@ def test_command(adapter, index, library, workdir, tmp_path, monkeypatch, capsys
     arguments = [f"--workdir={workdir}", "--tasks=mine, gsm8k", f"--include_path={tmp_path}/own"]
     more = ["--num_fewshot=3", "--limit=4", "--batch_size=2", "--max_length=40", "--chips=2"]
     more += ["--apply_chat_template", "--system=Be short.", "--step=0", "--dtype=float32"]
+    more += ["--cache_dtype=int4"]
     more += ["--seed=6", f"--out={file}", "--json"]
     assert command_line.status(command.main, arguments + more) == 0
     out, err = capsys.readouterr()
@@ -270,7 +276,7 @@ def test_command(adapter, index, library, workdir, tmp_path, monkeypatch, capsys
     ((model, read),) = [(given.pop("model"), given.pop("tasks")) for given in asked]
     assert [task.config.task for task in read] == ["mine", "gsm8k"]
     assert (model._seed, model.batch_size, model.max_length) == (6, 2, 40)
-    assert adapter.given[0][1] == dict(step=0, dtype="float32")
+    assert adapter.given[0][1] == dict(step=0, dtype="float32", cache_dtype="int4")
     assert adapter.given[1][1]["mesh"] is not None
     assert asked == [
         dict(

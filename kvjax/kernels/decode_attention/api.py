@@ -9,7 +9,7 @@ import logging
 
 import jax
 
-from kvjax.cache import stripes
+from kvjax.cache import quantized, stripes
 from kvjax.foundation.logs import log_once
 from kvjax.kernels.decode_attention import reference, sharded, xla
 from kvjax.kernels.decode_attention.cache_layouts import DecodeInputs
@@ -77,16 +77,20 @@ def decode_attention(
         log_once(__name__, logging.WARNING, "decode attention: the kernels have no soft cap: 'xla'")
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"implementation = {name!r}: must be one of {', '.join(IMPLEMENTATIONS)}")
-    check_options(name, options)
+    check_takes(name, cache, options)
     if stripes.num_chips() > 1:
         return sharded.decode_attention(inputs, cache, first_B, implementation=name, **options)
     return IMPLEMENTATIONS[name](inputs, cache, first_B, **options)
 
 
-def check_options(name: str, options: Mapping[str, int | float]) -> None:
-    """Raises a NotImplementedError for a kernel with a window or a soft cap."""
+def check_takes(
+    name: str, cache: Mapping[str, jax.Array], options: Mapping[str, int | float]
+) -> None:
+    """Raises a NotImplementedError for a kernel with a window, a soft cap or a quantised cache."""
     if options and is_kernel(name):
         raise NotImplementedError(f"the {name.upper()} kernels have no {min(options)}: use 'xla'")
+    if is_kernel(name) and quantized.is_quantized(cache):
+        raise NotImplementedError(f"the {name.upper()} kernels read no quantised cache: use 'xla'")
 
 
 def _needs_angles(inputs: DecodeInputs) -> bool:
@@ -124,6 +128,7 @@ def default(inputs: DecodeInputs, cache: Mapping[str, jax.Array]) -> str:
             for field, x in cache.items()
         }
     try:
+        check_takes(name, cache, {})
         _CHECKS[name](inputs, cache)
     except NotImplementedError as error:
         log_once(__name__, logging.WARNING, f"decode attention: {error}")

@@ -8,6 +8,7 @@ device supports for their dtype.
 import jax
 import jax.numpy as jnp
 
+from kvjax.cache import quantized
 from kvjax.kernels.decode_attention.cache_layouts import DecodeInputs
 from kvjax.kernels.decode_attention.cache_layouts.layout import Cache, repeat_heads
 
@@ -59,8 +60,10 @@ def _attend(
 
 def expand(inputs: DecodeInputs, cache: Cache) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Expands to queries [B, T, N, H], keys [B, S, N, H] and values [B, S, N, Hv]."""
-    tokens_second = {name: jnp.moveaxis(_wide(array), -1, 1) for name, array in cache.items()}
-    query, k, v = jax.tree.map(_wide, inputs).expand(tokens_second)
+    inputs = jax.tree.map(_wide, inputs)
+    entry = quantized.dequantize(cache, inputs.query.dtype)
+    tokens_second = {name: jnp.moveaxis(array, -1, 1) for name, array in entry.items()}
+    query, k, v = inputs.expand(tokens_second)
     N = query.shape[2]
     return query, repeat_heads(k, N), repeat_heads(v, N)
 

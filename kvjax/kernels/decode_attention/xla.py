@@ -2,8 +2,8 @@
 
 Temporaries are as large as one tile of `tiles.TILE_KV` tokens. `cache_layouts` compute a tile's
 logits and weighted sums. The number of tiles follows the longest sequence, not the capacity. Matrix
-products over a float32 cache have the device's highest precision, over a bfloat16 cache its default
-precision, even if the query is wider.
+products over a float32 cache have the device's highest precision, over any other cache its default
+precision, even if the query is wider. Tiles of a quantised cache are dequantised as they are read.
 
 On CPU XLA copies a slice before a matrix product reads it, which takes three times as long as
 reading the array itself. With one query per sequence the CPU therefore reads the whole cache at
@@ -17,6 +17,7 @@ import math
 import jax
 import jax.numpy as jnp
 
+from kvjax.cache import quantized
 from kvjax.cache.stripes import Stripes
 from kvjax.kernels.decode_attention.cache_layouts import DecodeInputs
 from kvjax.kernels.decode_attention.cache_layouts.tiles import TILE_KV
@@ -125,7 +126,8 @@ def attend_in_tiles(
     def zeros(*shape):
         return jnp.zeros((B, N, T, *shape), problem.wide)
 
-    carry = (zeros() + _MASKED, zeros(), tuple(zeros(width) for width in tiles.widths(cache)))
+    widths = tiles.widths(quantized.dequantized_shapes(cache))
+    carry = (zeros() + _MASKED, zeros(), tuple(zeros(width) for width in widths))
     max_BNT, sum_BNT, outputs = problem.for_tiles(step, carry)
     return problem.finish(outputs, max_BNT, sum_BNT)
 
@@ -177,12 +179,10 @@ class _Problem:
         """Returns the first slot of tile i, and the tile; the last two tiles may overlap."""
         start = jnp.minimum(i * self.tile_kv, self.S - self.tile_kv)
         tile = {
-            name: jax.lax.dynamic_slice_in_dim(array, start, self.tile_kv, axis=-1).astype(
-                self.wide
-            )
+            name: jax.lax.dynamic_slice_in_dim(array, start, self.tile_kv, axis=-1)
             for name, array in self.cache.items()
         }
-        return start, tile
+        return start, quantized.dequantize(tile, self.wide)
 
     def for_tiles(self, step, carry):
         """Runs `step(i, carry)` over the tiles in which at least one query sees a token."""

@@ -1,0 +1,93 @@
+"""Decoding over quantised caches: the memory that a run holds, its tokens, and what is refused."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax import cache as cache_lib
+from kvjax.cache import quantized
+from kvjax.costs import formulas
+from kvjax.decoding.generator import Generator
+from kvjax.decoding.scoring import Scorer
+from kvjax.foundation.errors import UserError
+from kvjax.model.transformer import Compute
+from tests import quick
+from tests.decoding.prompts import GREEDY, PROMPTS, tokens
+
+F32 = jnp.dtype(jnp.float32)
+
+
+@pytest.fixture(autouse=True)
+def rows_of_eight(monkeypatch):
+    """Lets rows of these small models' heads have scales, and be of four bits."""
+    monkeypatch.setattr(quantized, "SHORTEST_ROW", 8)
+
+
+def _quantized(bits):
+    return Compute(dtype=F32, cache_bits=bits)
+
+
+@pytest.mark.parametrize("bits", (8, 4))
+@pytest.mark.parametrize("name", quick.only(["lrkv_gqa"], quick.READERS))
+def test_a_run_holds_the_bytes_of_the_formula(make_model, name, bits):
+    """So does the compiled step, whose cache is updated in place."""
+    generator = Generator(make_model(name), _quantized(bits))
+    generation = generator.start(PROMPTS, num_tokens=3, sampling=GREEDY)
+    list(generation)
+    cache = generation.cache
+    per_token = formulas.cache_bytes_per_token(generator.config, F32, bits)
+    assert cache_lib.live_bytes(cache) == per_token * len(PROMPTS) * cache.capacity
+    for layer in cache.layers:
+        narrow = {name for name, x in layer.items() if x.dtype.itemsize == 1}
+        assert narrow == {name for name in layer if f"{name}.scale" in layer} != set()
+        assert bits == 8 or any(layer[name].dtype == jnp.uint8 for name in narrow)
+    engine, state = generator.engine, (*generation._first, generation._cancelled_B)
+    step = engine.decode_step.lower(engine.weights, cache, *state, generation._sampling).compile()
+    memory = step.memory_analysis()
+    assert memory.alias_size_in_bytes == cache_lib.live_bytes(cache) + 4 * len(PROMPTS)
+    others = (engine.weights, cache.lengths, *state, generation._sampling)
+    others = sum(x.nbytes for x in jax.tree.leaves(jax.tree.map(_plain, others)))
+    assert memory.argument_size_in_bytes == cache_lib.live_bytes(cache) + others
+
+
+def _plain(x):
+    return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+
+
+@pytest.mark.parametrize("name", quick.only(["lrkv_gqa"], quick.READERS))
+def test_scores_are_near_those_of_a_wide_cache(make_model, name):
+    """Fewer bits are further off; a scorer's own caches are quantised too."""
+    rng = np.random.default_rng(0)
+    pairs = [(rng.integers(0, 11, 30).tolist(), rng.integers(0, 11, 100).tolist())] * 2
+    nats = {}
+    for bits in (None, 8, 4):
+        scorer = Scorer(Generator(make_model(name), _quantized(bits)), batch=2)
+        nats[bits] = scorer.continuations(pairs)[0].nats
+    off = {bits: np.abs(nats[bits] - nats[None]).mean() for bits in (8, 4)}
+    assert 0 < off[8] < 0.02 * np.std(nats[None]) and off[8] < off[4]
+
+
+def test_chips_change_no_token(make_model, on_chips):
+    """The longest prompt lies in stripes of two chips."""
+    prompts = [*PROMPTS[:2], (np.arange(150) % 30).tolist()]
+    generator = Generator(make_model("lrkv"), _quantized(8), chunk=150)
+    alone = tokens(generator, prompts, num_tokens=8, sampling=GREEDY)
+    split = on_chips("lrkv", 2, compute=_quantized(8))
+    assert tokens(split, prompts, num_tokens=8, sampling=GREEDY) == alone
+
+
+@pytest.mark.parametrize("name", ["tpu", "gpu"])
+def test_a_kernel_is_refused(make_model, name):
+    message = re.escape(f"implementation = {name!r}: reads no quantised cache: use 'xla'")
+    with pytest.raises(UserError, match=message):
+        Generator(make_model("mha"), _quantized(8), implementation=name)
+
+
+def test_four_bits_are_said_to_cost_quality(make_model, capsys):
+    Generator(make_model("mha"), _quantized(8))
+    assert capsys.readouterr().err == ""
+    Generator(make_model("mha"), _quantized(4))
+    assert "four bits per cached number cost quality" in capsys.readouterr().err
