@@ -89,6 +89,13 @@ def is_quantized(cache: Mapping) -> bool:
     return any(_scale(name) in cache for name in cache)
 
 
+def cached_bits(cache: Mapping[str, jax.Array]) -> int | None:
+    """Returns the bits of a layer's arrays; None if they are not quantised."""
+    if not is_quantized(cache):
+        return None
+    return 4 if any(array.dtype == jnp.uint8 for array in cache.values()) else 8
+
+
 def quantize(
     entry: Mapping[str, jax.Array], layer: Mapping[str, jax.Array]
 ) -> dict[str, jax.Array]:

@@ -141,10 +141,10 @@ def _for_devices(
         other_kind = api.kernels_of(device) != api.kernels_of(jax.devices()[0])
         return "xla" if count > chips or other_kind else None
     if api.is_kernel(implementation):
-        if cache_bits is not None:
+        if not api.reads(implementation, cache_bits):
             raise UserError(
-                f"implementation = {implementation!r}: reads no quantised cache: use 'xla', or "
-                "leave it out"
+                f"implementation = {implementation!r}: reads no int{cache_bits} cache: use 'xla', "
+                "or leave it out"
             )
         if count > chips or api.kernels_of(device) != implementation:
             raise UserError(

@@ -79,11 +79,11 @@ def test_chips_change_no_token(make_model, on_chips):
     assert tokens(split, prompts, num_tokens=8, sampling=GREEDY) == alone
 
 
-@pytest.mark.parametrize("name", ["tpu", "gpu"])
-def test_a_kernel_is_refused(make_model, name):
-    message = re.escape(f"implementation = {name!r}: reads no quantised cache: use 'xla'")
+@pytest.mark.parametrize("name, bits", [("tpu", 4), ("gpu", 8)])
+def test_a_kernel_is_refused(make_model, name, bits):
+    message = re.escape(f"implementation = {name!r}: reads no int{bits} cache: use 'xla'")
     with pytest.raises(UserError, match=message):
-        Generator(make_model("mha"), _quantized(8), implementation=name)
+        Generator(make_model("mha"), _quantized(bits), implementation=name)
 
 
 def test_four_bits_are_said_to_cost_quality(make_model, capsys):

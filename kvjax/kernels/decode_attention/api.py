@@ -86,11 +86,17 @@ def decode_attention(
 def check_takes(
     name: str, cache: Mapping[str, jax.Array], options: Mapping[str, int | float]
 ) -> None:
-    """Raises a NotImplementedError for a kernel with a window, a soft cap or a quantised cache."""
+    """Raises a NotImplementedError for a kernel with a window, a soft cap or too few bits."""
     if options and is_kernel(name):
         raise NotImplementedError(f"the {name.upper()} kernels have no {min(options)}: use 'xla'")
-    if is_kernel(name) and quantized.is_quantized(cache):
-        raise NotImplementedError(f"the {name.upper()} kernels read no quantised cache: use 'xla'")
+    bits = quantized.cached_bits(cache)
+    if not reads(name, bits):
+        raise NotImplementedError(f"the {name.upper()} kernels read no int{bits} cache: use 'xla'")
+
+
+def reads(name: str, bits: int | None) -> bool:
+    """Returns True if an implementation reads caches of these bits (None: not quantised)."""
+    return bits is None or not is_kernel(name) or (name, bits) == ("tpu", 8)
 
 
 def _needs_angles(inputs: DecodeInputs) -> bool:

@@ -3,6 +3,8 @@
 d12 and d36 are the LRKV paper's smallest and its 2.5B model: 6 and 18 heads of 128, rank 64.
 """
 
+from collections.abc import Callable
+import dataclasses
 import math
 
 import jax
@@ -11,8 +13,36 @@ import numpy as np
 
 from kvjax.kernels.decode_attention.cache_layouts.grouped import GroupedSizes
 from kvjax.kernels.decode_attention.cache_layouts.latent import LatentSizes
-from kvjax.kernels.decode_attention.cache_layouts.layout import DecodeInputs, Sizes
+from kvjax.kernels.decode_attention.cache_layouts.layout import DecodeFlops, DecodeInputs, Sizes
 from kvjax.kernels.decode_attention.cache_layouts.residual import ResidualSizes
+
+
+@dataclasses.dataclass(frozen=True)
+class Int8:
+    """The sizes of a cache that is stored in int8, as by `kvjax.cache.quantized`."""
+
+    sizes: Sizes
+
+    @property
+    def N(self) -> int:
+        return self.sizes.N
+
+    def example(self, draw: Callable[..., jax.Array], B: int) -> DecodeInputs:
+        return self.sizes.example(draw, B)
+
+    def fields(self) -> dict[str, tuple[int, ...]]:
+        fields = {}
+        for name, dims in self.sizes.fields().items():
+            fields[name] = dims
+            if name not in _NOT_QUANTIZED:
+                fields[f"{name}.scale"] = (*dims[:-1], 1)
+        return fields
+
+    def flops(self) -> DecodeFlops:
+        return self.sizes.flops()
+
+
+_NOT_QUANTIZED = ("key_scale", "rope_key")
 
 
 def _model(N: int, *, groups: int, latent: int) -> dict[str, Sizes]:
@@ -51,15 +81,24 @@ _RIVALS = dict(
     d36=_rivals(18, groups=6, latent=768, wide=(10, 416)),
 )
 RIVALS = tuple(_RIVALS["d36"])
-SHAPES: dict[str, dict[str, Sizes]] = dict(
+_NOT_INT8: dict[str, dict[str, Sizes]] = dict(
     d12=_model(6, groups=3, latent=256) | _RIVALS["d12"],
     d36=_model(18, groups=6, latent=768) | _RIVALS["d36"],
 )
-OURS = tuple(name for name in SHAPES["d36"] if name not in RIVALS)
+OURS = tuple(name for name in _NOT_INT8["d36"] if name not in RIVALS)
+SHAPES = {
+    model: by_name | {f"{name}_int8": Int8(sizes) for name, sizes in by_name.items()}
+    for model, by_name in _NOT_INT8.items()
+}
 
 
-def _cache_dtype(name: str, dtype: jnp.dtype) -> jnp.dtype:
-    return jnp.promote_types(dtype, jnp.float32) if name == "key_scale" else jnp.dtype(dtype)
+def _cache_dtype(shape: Sizes, name: str, dtype: jnp.dtype) -> jnp.dtype:
+    if name == "key_scale":
+        return jnp.promote_types(dtype, jnp.float32)
+    if name.endswith(".scale"):
+        return jnp.dtype(jnp.float32)
+    is_int8 = isinstance(shape, Int8) and name not in _NOT_QUANTIZED
+    return jnp.dtype(jnp.int8 if is_int8 else dtype)
 
 
 def problem(
@@ -71,12 +110,17 @@ def problem(
     def draw(*dims):
         return jax.random.normal(next(key), dims, dtype)
 
-    inputs = shape.example(draw, batch)
-    cache = {name: draw(batch, *dims, length) for name, dims in shape.fields().items()}
-    if "key_scale" in cache:
-        dims = cache["key_scale"].shape
-        wide = _cache_dtype("key_scale", dtype)
-        cache["key_scale"] = jax.random.uniform(next(key), dims, wide, 0.5, 1.5)
+    inputs, cache = shape.example(draw, batch), {}
+    for name, dims in shape.fields().items():
+        dims, of_field = (batch, *dims, length), _cache_dtype(shape, name, dtype)
+        if name == "key_scale":
+            cache[name] = jax.random.uniform(next(key), dims, of_field, 0.5, 1.5)
+        elif name.endswith(".scale"):  # integers up to 127 have a standard deviation of 73
+            cache[name] = jax.random.uniform(next(key), dims, of_field, 0.5, 1.5) / 73
+        elif of_field == jnp.int8:
+            cache[name] = jax.random.randint(next(key), dims, -127, 128, of_field)
+        else:
+            cache[name] = draw(*dims)
     return inputs, cache
 
 
@@ -90,6 +134,6 @@ def abstract(
 def bytes_per_token(shape: Sizes, dtype: jnp.dtype) -> int:
     """Returns the logical bytes of a cached token: the bytes that reading it moves."""
     return sum(
-        math.prod(dims) * np.dtype(_cache_dtype(name, dtype)).itemsize
+        math.prod(dims) * np.dtype(_cache_dtype(shape, name, dtype)).itemsize
         for name, dims in shape.fields().items()
     )

@@ -28,7 +28,7 @@ def attend(components, first_B, *, heads, capacity, scale, key_scale, **options)
 
 def _logits(keys, N: int):
     x = {name: operand.array.astype(jnp.float32) for name, operand in keys.inputs.items()}
-    keys_BNHS = _per_head(x["keys"], N)
+    keys_BNHS = _per_head(x["keys"] * x.get("keys.scale", 1), N)
     match keys:
         case operators.MatrixKeys():
             query_BNH = x["query"].reshape(len(x["query"]), N, -1)
@@ -57,8 +57,11 @@ def _table(x) -> jax.Array:
 
 
 def _values(component):
-    keys = component.keys.inputs["keys"]
-    return component.values.inputs.get("values", keys).array.astype(jnp.float32)
+    name = "values" if "values" in component.values.inputs else "keys"
+    inputs = component.keys.inputs | component.values.inputs
+    values = inputs[name].array.astype(jnp.float32)
+    scale = inputs.get(f"{name}.scale")
+    return values if scale is None else values * scale.array
 
 
 def _per_head(x_BKHS, N: int):

@@ -18,9 +18,9 @@ from kvjax.kernels.decode_attention.cache_layouts.grouped import GroupedSizes
 from kvjax.kernels.decode_attention.cache_layouts.latent import LatentSizes
 from kvjax.kernels.decode_attention.cache_layouts.residual import ResidualSizes
 from kvjax.kernels.decode_attention.gpu import attention as gpu
-from kvjax.kernels.decode_attention.shapes import OURS, RIVALS, SHAPES
+from kvjax.kernels.decode_attention.shapes import OURS, RIVALS, SHAPES, Int8
 from kvjax.kernels.decode_attention.tpu import attention as tpu, operators
-from kvjax.kernels.decode_attention.tpu.interfaces import Component
+from kvjax.kernels.decode_attention.tpu.interfaces import Cached, Component
 from kvjax.kernels.decode_attention.tpu.pipeline import attend
 from kvjax.kernels.profile import tpu_static
 from kvjax.layers import rope
@@ -37,6 +37,7 @@ FLOAT32, BFLOAT16 = jnp.float32, jnp.bfloat16
 DIAGONAL, TRANSPOSED = tpu.Variant(diagonal=True), tpu.Variant(transposed=True)
 slow = pytest.mark.slow
 OF_RIVALS = [(name, FLOAT32 if name == "gta" else BFLOAT16) for name in RIVALS]
+OF_INT8 = [(f"{name}_int8", BFLOAT16) for name in ("mha", "gqa", "lrkv", "lrkv_no_rope", "mla")]
 
 
 @functools.cache
@@ -56,33 +57,42 @@ def _draw(*shape, sequences=(B,)):
     return jnp.asarray(_random.standard_normal((*sequences, *shape)), FLOAT32)
 
 
-def _components(of_rotated):
+def _cached(*shape, quantized: bool) -> Cached:
+    if not quantized:
+        return Cached(_draw(*shape))
+    array = jnp.asarray(_random.integers(-127, 128, (B, *shape)), jnp.int8)
+    return Cached(array, jnp.exp(_draw(shape[0], 1, S)) / 64, FLOAT32)
+
+
+def _components(of_rotated, quantized: bool):
     """Returns kinds of keys and values, in different sizes, and a key scale."""
-    if of_rotated is None:  # values that are keys
-        own = operators.VectorKeys(_draw(N, 32), _draw(3, 32, S))
-        shared = operators.MatrixKeys(_draw(2, 3, 16), _draw(2, 16, S))
+    cached = functools.partial(_cached, quantized=quantized)
+    own = operators.VectorKeys(_draw(N, 32), cached(3, 32, S))
+    keys = cached(2, 16, S)
+    shared = operators.MatrixKeys(_draw(2, 3, 16), keys)
+    if of_rotated is None:
+        are_keys = operators.MatrixValues(keys, group=3, transposed=True, are_keys=True)
         return [
-            Component(own, operators.DiagonalValues(_draw(N, 16, S))),
-            Component(shared, operators.MatrixValues(None, K=2, V=16, group=3, transposed=True)),
-            Component(operators.MatrixKeys(_draw(1, N, 48), _draw(1, 48, S))),
+            Component(own, operators.DiagonalValues(cached(N, 16, S))),
+            Component(shared, are_keys),
+            Component(operators.MatrixKeys(_draw(1, N, 48), cached(1, 48, S))),
         ], None
-    expand_key, latents = _draw(3, 16, 32, sequences=()) / 4, _draw(3, 16, S)
+    expand_key, latents = _draw(3, 16, 32, sequences=()) / 4, cached(3, 16, S)
     rotating = of_rotated(
         _draw(N, 32), expand_key, latents, base=100.0, tile_kv=TILE_KV, origins=None
     )
-    shared = operators.MatrixKeys(_draw(2, 3, 16), _draw(2, 16, S))
+    values = operators.MatrixValues(cached(2, 48, S), group=3, transposed=False)
     return [
-        Component(
-            shared, operators.MatrixValues(_draw(2, 48, S), K=2, V=48, group=3, transposed=False)
-        ),
-        Component(rotating, operators.VectorValues(_draw(3, 32, S), N=N)),
+        Component(shared, values),
+        Component(rotating, operators.VectorValues(cached(3, 32, S), N=N)),
     ], 1 + 0.5 * jnp.tanh(_draw(3, 1, S))
 
 
+@pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("of_rotated", [None, operators.RotatingKeys, operators.BasisKeys])
-def test_the_pipeline_is_a_softmax_over_the_sum_of_its_components_logits(of_rotated):
+def test_the_pipeline_is_a_softmax_over_the_sum_of_its_components_logits(of_rotated, quantized):
     """Two splits, one of them empty for a short sequence; two score tiles per tile."""
-    components, key_scale = _components(of_rotated)
+    components, key_scale = _components(of_rotated, quantized)
     options = dict(
         heads=N, capacity=S, scale=0.25, key_scale=key_scale, tile_kv=TILE_KV, score_tile=128
     )
@@ -105,6 +115,11 @@ CASES = [
     (ResidualSizes(N=12, K=6, J=2, R=16, H=32, Hv=48, rope_base=None, scaled=False), {}),
     (LatentSizes(N=6, C=32, P=16, Hv=48, J=2, key_channels=16), {}),
     (LatentSizes(N=3, C=48, P=0, Hv=0), dict(splits=2)),
+    (Int8(GroupedSizes(N=3, K=3, H=32, Hv=64)), {}),
+    (Int8(GroupedSizes(N=6, K=2, H=32, Hv=32)), {}),
+    (Int8(ResidualSizes(N=6, K=3, R=32, H=128, Hv=32)), {}),
+    (Int8(LatentSizes(N=6, C=32, P=16, Hv=48, J=2, key_channels=16)), {}),
+    (Int8(LatentSizes(N=3, C=64, P=0, Hv=0)), {}),
 ]
 
 
@@ -127,7 +142,8 @@ def test_components_of_cache_layouts_are_the_definition(monkeypatch):
         firsts = (700, 384, 100)  # the second chip holds no token of the last sequence
         agreement.check(over_chips, shape, firsts=firsts, length=768, dtype=FLOAT32)
     tpu._run.clear_cache()
-    delayed = [type(shape) is ResidualSizes and shape.rope_base is not None for shape, _ in CASES]
+    sizes = [getattr(shape, "sizes", shape) for shape, _ in CASES]
+    delayed = [type(x) is ResidualSizes and x.rope_base is not None for x in sizes]
     own = [(options.get("tile_kv", 256), options.get("splits", 1)) for _, options in CASES]
     assert calls[::2] == [
         [b, b, s, delay_values] for (b, s), delay_values in zip(own, delayed, strict=True)
@@ -139,7 +155,7 @@ def test_components_of_cache_layouts_are_the_definition(monkeypatch):
 
 @slow
 @pytest.mark.parametrize(
-    "mechanism, dtype", [*itertools.product(OURS, (FLOAT32, BFLOAT16)), *OF_RIVALS]
+    "mechanism, dtype", [*itertools.product(OURS, (FLOAT32, BFLOAT16)), *OF_RIVALS, *OF_INT8]
 )
 def test_equals_the_definition_at_d12(mechanism, dtype):
     """Sequences end in a tile's last slot, in the next tile's first, and in the first of all."""
@@ -214,6 +230,7 @@ def _with_bias(o, c):
         (lambda o, c: (o, {k: v[..., :100] for k, v in c.items()}), "S = 100"),
         (lambda o, c: (o, c | dict(residual_key=c["residual_key"][:, :, :3])), "3 of residual_key"),
         (lambda o, c: (o, {k: v.astype(jnp.float16) for k, v in c.items()}), "in float16"),
+        (lambda o, c: (o, c | dict(residual_key=c["residual_key"].astype(jnp.int4))), "in int4"),
         (_tied, "not tied"),
         (_several_queries, "T = 3"),
         (_with_bias, "bias"),
@@ -236,6 +253,7 @@ MOST = dict(
     gqa=dict(v5e=0.60, v5p=0.60, v4=0.60, v6e=0.285),
     mla=dict(v6e=0.545),
 )
+MOST |= dict(lrkv_int8=dict(v5e=0.79), gqa_int8=dict(v5e=0.54))
 
 
 @pytest.mark.aot

@@ -4,8 +4,9 @@ A cache layout's kernel is a list of components (`operators`) on one pipeline (`
 the picture of grid, tiles and buffers). LRKV under RoPE rotates the query in rank space, tile by
 tile (`operators.RotatingKeys`, `operators.BasisKeys`): products with constant tables on the matrix
 unit, then R or fewer multiply-adds per key on the vector unit; a rebuilt key needs H, and more to
-rotate it. Tile sizes and operators are chosen here. Tests compile the kernels ahead of time for v4,
-v5e, v5p and v6e, and run them in the interpreter.
+rotate it. Tiles of an int8 cache are cast to the query's dtype as they are read; integers up to 127
+are exact in bfloat16. Tile sizes and operators are chosen here. Tests compile the kernels ahead of
+time for v4, v5e, v5p and v6e, and run them in the interpreter.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,7 +27,7 @@ from kvjax.kernels.decode_attention.cache_layouts import (
 )
 from kvjax.kernels.decode_attention.tpu import operators
 from kvjax.kernels.decode_attention.tpu.buffers import vmem_bytes
-from kvjax.kernels.decode_attention.tpu.interfaces import LANES, Component
+from kvjax.kernels.decode_attention.tpu.interfaces import LANES, Cached, Component
 from kvjax.kernels.decode_attention.tpu.pipeline import attend
 
 Cache = Mapping[str, jax.Array]
@@ -201,12 +202,13 @@ def check(inputs: DecodeInputs, cache: Cache) -> None:
     if inputs.query.shape[2] > LANES:
         refuse(f"up to {LANES} heads", f"N = {inputs.query.shape[2]}")
     for name, array in cache.items():
-        if array.dtype not in (jnp.bfloat16, jnp.float32):
-            refuse("caches in bfloat16 or float32", f"{name} in {array.dtype}")
+        if array.dtype not in (jnp.bfloat16, jnp.float32, jnp.int8):
+            refuse("caches in bfloat16, float32 or int8", f"{name} in {array.dtype}")
         if array.shape[-1] % LANES:
             refuse(f"capacities in multiples of {LANES}", f"S = {array.shape[-1]}")
-        if name != "key_scale" and array.shape[-2] % 16:
-            refuse("head dims and ranks in multiples of 16", f"{array.shape[-2]} of {name}")
+        rows, of_tile = array.shape[-2], 32 if array.dtype == jnp.int8 else 16
+        if name != "key_scale" and not name.endswith(".scale") and rows % of_tile:
+            refuse(f"head dims and ranks in multiples of {of_tile}", f"{rows} of {name}")
     if inputs.rope_base is not None and inputs.query.shape[-1] % LANES:
         refuse(f"rotated keys of a multiple of {LANES} channels", f"H = {inputs.query.shape[-1]}")
     if jax.config.jax_enable_x64:
@@ -298,16 +300,20 @@ def _by_group(query_B1NH: jax.Array, K: int) -> jax.Array:
     return query_B1NH.reshape(B, K, N // K, H)
 
 
-def _values_of_heads(values_BKVS: jax.Array, N: int, variant: Variant):
+def _cached(inputs: DecodeInputs, cache: Cache, name: str) -> Cached:
+    """Returns a field as components read it."""
+    scale = cache.get(f"{name}.scale")
+    return Cached(cache[name], scale, inputs.query.dtype if scale is not None else None)
+
+
+def _values_of_heads(values: Cached, N: int, variant: Variant):
     """Returns the operator for values [B, K, V, S] of N query heads."""
-    K, V = values_BKVS.shape[1:3]
+    K = values.array.shape[1]
     if N > K:
-        return operators.MatrixValues(
-            values_BKVS, K=K, V=V, group=N // K, transposed=variant.transposed
-        )
+        return operators.MatrixValues(values, group=N // K, transposed=variant.transposed)
     if variant.diagonal:
-        return operators.DiagonalValues(values_BKVS)
-    return operators.VectorValues(values_BKVS, N=N)
+        return operators.DiagonalValues(values)
+    return operators.VectorValues(values, N=N)
 
 
 def _grouped(
@@ -315,27 +321,33 @@ def _grouped(
 ) -> _Kernel:
     del tile_kv, origins
     N, K = inputs.query.shape[2], cache["base_value"].shape[1]
+    keys = _cached(inputs, cache, "base_key")
     if N == K:  # MHA: one query per key, head by head on the vector unit
-        keys = operators.VectorKeys(inputs.query[:, 0], cache["base_key"])
+        keys = operators.VectorKeys(inputs.query[:, 0], keys)
     else:
-        keys = operators.MatrixKeys(_by_group(inputs.query, K), cache["base_key"])
-    component = Component(keys, _values_of_heads(cache["base_value"], N, variant))
+        keys = operators.MatrixKeys(_by_group(inputs.query, K), keys)
+    values = _values_of_heads(_cached(inputs, cache, "base_value"), N, variant)
+    component = Component(keys, values)
     return _Kernel([component], lambda o_BNV: o_BNV)
 
 
 def _latent(inputs: LatentInputs, cache: Cache, tile_kv: int, variant: Variant, origins) -> _Kernel:
     del tile_kv, origins
-    N, latent_BJCS = inputs.query.shape[2], latent_lib.by_group(cache["latent"])
-    J, C = latent_BJCS.shape[1:3]
+    N, of_field = inputs.query.shape[2], _cached(inputs, cache, "latent")
+    latents = dataclasses.replace(
+        of_field,
+        array=latent_lib.by_group(of_field.array),
+        scale=None if of_field.scale is None else latent_lib.by_group(of_field.scale),
+    )
+    J, C = latents.array.shape[1:3]
     query_B1NC = latent_lib.with_zeros(inputs.query, C)
     content = Component(
-        operators.MatrixKeys(_by_group(query_B1NC, J), latent_BJCS),
-        # None: the keys are the values.
-        operators.MatrixValues(None, K=J, V=C, group=N // J, transposed=variant.transposed),
+        operators.MatrixKeys(_by_group(query_B1NC, J), latents),
+        operators.MatrixValues(latents, group=N // J, transposed=variant.transposed, are_keys=True),
     )
     components = [content]
     if inputs.rope_query is not None:  # scores to add, without values of its own
-        rope_key = cache["rope_key"][:, None]
+        rope_key = Cached(cache["rope_key"][:, None])
         components.append(
             Component(operators.MatrixKeys(_by_group(inputs.rope_query, 1), rope_key))
         )
@@ -354,11 +366,10 @@ def _residual(
 ) -> _Kernel:
     B, _, N, _ = inputs.query.shape
     (J, V), (K, R) = cache["base_value"].shape[1:3], inputs.expand_key.shape[:2]
+    field = functools.partial(_cached, inputs, cache)
     base = Component(
-        operators.MatrixKeys(_by_group(inputs.query, J), cache["base_key"]),
-        operators.MatrixValues(
-            cache["base_value"], K=J, V=V, group=N // J, transposed=variant.transposed
-        ),
+        operators.MatrixKeys(_by_group(inputs.query, J), field("base_key")),
+        operators.MatrixValues(field("base_value"), group=N // J, transposed=variant.transposed),
     )
     rotated = inputs.rope_base is not None
     if rotated:  # the query in rank space depends on the position: rotated once per tile
@@ -366,7 +377,7 @@ def _residual(
         keys = of_keys(
             inputs.residual_query[:, 0],
             inputs.expand_key,
-            cache["residual_key"],
+            field("residual_key"),
             base=inputs.rope_base,
             tile_kv=tile_kv,
             origins=origins,
@@ -374,8 +385,8 @@ def _residual(
     else:  # absorbed once, LRKV eq. 3
         q_BKrH = _by_group(inputs.residual_query, K).astype(jnp.float32)
         u_BKrR = jnp.einsum("BKrH,KRH->BKrR", q_BKrH, inputs.expand_key.astype(jnp.float32))
-        keys = operators.VectorKeys(u_BKrR.reshape(B, N, R), cache["residual_key"])
-    values_of_heads = _values_of_heads(cache["residual_value"], N, variant)
+        keys = operators.VectorKeys(u_BKrR.reshape(B, N, R), field("residual_key"))
+    values_of_heads = _values_of_heads(field("residual_value"), N, variant)
 
     def expand(base_BNV: jax.Array, latent_BNR: jax.Array) -> jax.Array:  # LRKV eq. 4
         latent_BKrR = latent_BNR.reshape(B, K, N // K, R)

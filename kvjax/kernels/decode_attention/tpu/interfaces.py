@@ -10,6 +10,7 @@ import dataclasses
 import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+import jax.numpy as jnp
 
 from kvjax.foundation.rounding import round_up
 
@@ -42,6 +43,34 @@ class Input:
 
     array: jax.Array
     piece: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Cached:
+    """A component's cache array [B, K, rows, S].
+
+    A quantised one is int8: a score is multiplied by the scale of its key, and a softmax weight by
+    the scale of its value, so that no tile is dequantised.
+
+    Attributes:
+      scale: [B, K, 1, S] float32; None if the array is not quantised.
+      dtype: that products cast the array to.
+    """
+
+    array: jax.Array
+    scale: jax.Array | None = None
+    dtype: jnp.dtype | None = None
+
+    def __post_init__(self):
+        if self.dtype is None:
+            object.__setattr__(self, "dtype", self.array.dtype)
+
+    def inputs(self, piece: str) -> dict[str, Input]:
+        """Returns the inputs "keys" and "keys.scale", or "values" and "values.scale"."""
+        found = {piece: Input(self.array, piece)}
+        if self.scale is not None:
+            found[f"{piece}.scale"] = Input(self.scale, piece)
+        return found
 
 
 class Rows:

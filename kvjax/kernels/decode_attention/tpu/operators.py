@@ -24,6 +24,7 @@ from kvjax.foundation.rounding import round_up
 from kvjax.kernels.decode_attention.tpu.interfaces import (
     LANES,
     ByHead,
+    Cached,
     Input,
     Keys,
     Refs,
@@ -48,6 +49,19 @@ def _dot(a: jax.Array, b: jax.Array, dimensions=(((1,), (0,)), ((), ()))) -> jax
     )
 
 
+def _scaled(weights_rl: jax.Array, refs: Refs, name: str, k, at: pl.Slice) -> jax.Array:
+    """Multiplies weights [rows, 128] with the scales of quantised values.
+
+    Args:
+      name: of the values' ref.
+      k: a KV head, or a slice of as many as there are rows.
+    """
+    if f"{name}.scale" not in refs:
+        return weights_rl
+    scales = refs[f"{name}.scale"]  # [1, K, 1, tile_kv]
+    return weights_rl * (scales[0, k, :, at] if isinstance(k, int) else scales[0, k, 0, at])
+
+
 # -- keys ------------------------------------------------------------------------------------------
 
 
@@ -56,14 +70,15 @@ class MatrixKeys(Keys):
 
     by_head = False
 
-    def __init__(self, query_BKrH: jax.Array, keys_BKHS: jax.Array):
+    def __init__(self, query_BKrH: jax.Array, keys: Cached):
         self.K, self.group = query_BKrH.shape[1:3]
-        query = Input(query_BKrH.astype(keys_BKHS.dtype), "sequence")
-        super().__init__(dict(query=query, keys=Input(keys_BKHS, "keys")))
+        self.dtype = keys.dtype
+        query = Input(query_BKrH.astype(self.dtype), "sequence")
+        super().__init__(dict(query=query) | keys.inputs("keys"))
 
     def score(self, refs: Refs, tokens: pl.Slice, scores: Rows) -> None:
         for k in range(self.K):
-            keys_Hs = refs["keys"][0, k, :, tokens]  # of [1, K, H, tile_kv]
+            keys_Hs = refs["keys"][0, k, :, tokens].astype(self.dtype)  # of [1, K, H, tile_kv]
             z_rs = _dot(refs["query"][0, k], keys_Hs)  # query: [1, K, r, H]
             for c in range(tokens.size // LANES):
                 scores[c, k * self.group, self.group] = z_rs[:, c * LANES : (c + 1) * LANES]
@@ -72,12 +87,12 @@ class MatrixKeys(Keys):
 class VectorKeys(Keys):
     """Queries [B, N, H] and keys [B, K, H, S]."""
 
-    def __init__(self, query_BNH: jax.Array, keys_BKHS: jax.Array):
+    def __init__(self, query_BNH: jax.Array, keys: Cached):
         self.N, self.H = query_BNH.shape[1:]
-        self.K = keys_BKHS.shape[1]
+        self.K = keys.array.shape[1]
         query = Input(jnp.moveaxis(query_BNH, 1, 2).astype(jnp.float32), "sequence")
         super().__init__(
-            dict(query=query, keys=Input(keys_BKHS, "keys")),
+            dict(query=query) | keys.inputs("keys"),
             dict(wide=pltpu.VMEM((self.N, self.H, LANES), jnp.float32)),
         )
 
@@ -116,10 +131,12 @@ class RotatingKeys(Keys):
     JAX this factors no low-rank basis out of it (`cache_layouts.rotating`); `BasisKeys` does.
     """
 
-    def __init__(self, query_BNH, expand_KRH, latent_BKRS, *, base: float, tile_kv: int, origins):
+    def __init__(
+        self, query_BNH, expand_KRH, latents: Cached, *, base: float, tile_kv: int, origins
+    ):
         self.N, H = query_BNH.shape[1:]
         self.K, self.R = expand_KRH.shape[:2]
-        S, dtype = latent_BKRS.shape[-1], latent_BKRS.dtype
+        S, dtype = latents.array.shape[-1], latents.dtype
         q1, q2 = jnp.split(query_BNH.astype(jnp.float32), 2, axis=-1)
 
         def join(a, b):
@@ -138,14 +155,14 @@ class RotatingKeys(Keys):
             "expand": Input(expand_KRH.astype(dtype), "all"),  # [K, R, H]
             "swapped": Input(swapped_KRH.astype(dtype), "all"),  # [K, R, H]
             "angles": Input(angles, "tile"),  # [1, 2, H]
-            "keys": Input(latent_BKRS, "keys"),  # [1, K, R, tile_kv]
+            **latents.inputs("keys"),  # [1, K, R, tile_kv]
         }
         scratch = {"rotated": pltpu.VMEM((2, self.N, H), jnp.float32)}
         super().__init__(inputs, scratch)
         self._prepare(H, base, tile_kv, dtype)
 
     def _prepare(self, H: int, base, tile_kv: int, dtype) -> None:
-        """Adds constant inputs, and scratch `rank_queries` in the latents' dtype."""
+        """Adds constant inputs, and scratch `rank_queries`, in the dtype of products."""
         cos, sin = _angles(np.arange(tile_kv), H, base)
         table_Hs = jnp.concatenate([cos.T, sin.T]).astype(dtype)
         self.product_rows = self.N * self.R
@@ -249,7 +266,8 @@ class BasisKeys(RotatingKeys):
         for k in range(self.K):
             bundle, place = divmod(k, self.packed)
             for c, (run, at) in enumerate(columns(tokens)):
-                latents_Wl = self._among_zeros(refs["keys"][0, k, :, at], place)
+                latents_Rl = refs["keys"][0, k, :, at].astype(refs["basis_queries"].dtype)
+                latents_Wl = self._among_zeros(latents_Rl, place)
                 products[k, c] = _dot(refs["basis_queries"][bundle, run], latents_Wl)
 
         def head(n: int) -> None:
@@ -307,21 +325,22 @@ def _angles(at: np.ndarray | jax.Array, dim: int, base: float) -> tuple[jax.Arra
 
 
 class MatrixValues(Values):
-    """Values [B, K, Hv, S] shared by `group` query heads each; None: the keys are the values.
+    """Values [B, K, Hv, S] shared by `group` query heads each.
 
-    `transposed`: True to transpose values on the XLU before the product, False to have the matrix
-    unit contract over lanes.
+    Args:
+      transposed: True to transpose values on the XLU before the product, False to have the matrix
+        unit contract over lanes.
+      are_keys: True if the component's keys are its values, so that one tile is read.
     """
 
-    def __init__(
-        self, values_BKVS: jax.Array | None, *, K: int, V: int, group: int, transposed: bool
-    ):
-        self.K, self.group, self.transposed = K, group, transposed
-        self.name = "keys" if values_BKVS is None else "values"
+    def __init__(self, values: Cached, *, group: int, transposed: bool, are_keys: bool = False):
+        self.K, V = values.array.shape[1:3]
+        self.group, self.transposed, self.dtype = group, transposed, values.dtype
+        self.name = "keys" if are_keys else "values"
         super().__init__(
-            {} if values_BKVS is None else dict(values=Input(values_BKVS, "values")),
-            out_dims=(K, group, V),
-            scratch=dict(accumulator=pltpu.VMEM((K, group, V), jnp.float32)),
+            {} if are_keys else values.inputs("values"),
+            out_dims=(self.K, group, V),
+            scratch=dict(accumulator=pltpu.VMEM((self.K, group, V), jnp.float32)),
         )
 
     def start(self, refs: Refs) -> None:
@@ -329,8 +348,13 @@ class MatrixValues(Values):
 
     def accumulate(self, refs: Refs, tokens: pl.Slice, weights: Rows) -> None:
         for k in range(self.K):
-            values_Vs = refs[self.name][0, k, :, tokens]  # of [1, K, Hv, tile_kv]
-            rows = [weights[c, k * self.group, self.group] for c, _ in columns(tokens)]
+            values_Vs = refs[self.name][0, k, :, tokens].astype(
+                self.dtype
+            )  # of [1, K, Hv, tile_kv]
+            rows = [
+                _scaled(weights[c, k * self.group, self.group], refs, self.name, k, at)
+                for c, at in columns(tokens)
+            ]
             weights_rs = jnp.concatenate(rows, axis=1)
             if self.transposed:
                 # A bitcast to the same dtype: the compiler does not merge a transpose before it
@@ -355,17 +379,18 @@ class VectorValues(Values):
 
     by_head = True
 
-    def __init__(self, values_BKVS: jax.Array, *, N: int):
-        self.N, (self.K, self.V) = N, values_BKVS.shape[1:3]
-        inputs = dict(values=Input(values_BKVS, "values"))
-        super().__init__(inputs, out_dims=(N, self.V), buffer_rows=N * self.V)
+    def __init__(self, values: Cached, *, N: int):
+        self.N, (self.K, self.V) = N, values.array.shape[1:3]
+        super().__init__(values.inputs("values"), out_dims=(N, self.V), buffer_rows=N * self.V)
 
     def accumulate(self, refs: Refs, tokens: pl.Slice, weights: Rows) -> ByHead:
         def head(n: int) -> None:
             added = 0  # summed in registers, added to VMEM once per `score_tile`
+            k = n * self.K // self.N
             for c, at in columns(tokens):
-                values_Vl = refs["values"][0, n * self.K // self.N, :, at].astype(jnp.float32)
-                added += jnp.broadcast_to(weights[c, n], values_Vl.shape) * values_Vl
+                values_Vl = refs["values"][0, k, :, at].astype(jnp.float32)
+                weights_1l = _scaled(weights[c, n], refs, "values", k, at)
+                added += jnp.broadcast_to(weights_1l, values_Vl.shape) * values_Vl
             refs["sums"][0, n * self.V, self.V] += added
 
         return head
@@ -389,10 +414,11 @@ class DiagonalValues(Values):
     `finish`: N times the multiply-adds, on the matrix unit instead of the vector unit.
     """
 
-    def __init__(self, values_BNVS: jax.Array):
-        self.N, self.V = values_BNVS.shape[1:3]
+    def __init__(self, values: Cached):
+        self.N, self.V = values.array.shape[1:3]
+        self.dtype = values.dtype
         super().__init__(
-            dict(values=Input(values_BNVS, "values")),
+            values.inputs("values"),
             out_dims=(self.N, self.V),
             scratch=dict(accumulator=pltpu.VMEM((self.N, self.N * self.V), jnp.float32)),
         )
@@ -401,8 +427,11 @@ class DiagonalValues(Values):
         refs["accumulator"][...] = jnp.zeros_like(refs["accumulator"])
 
     def accumulate(self, refs: Refs, tokens: pl.Slice, weights: Rows) -> None:
-        values_NVs = refs["values"][0, :, :, tokens]
-        rows = [weights[c, 0, self.N] for c, _ in columns(tokens)]
+        values_NVs = refs["values"][0, :, :, tokens].astype(self.dtype)
+        heads = slice(0, self.N)
+        rows = [
+            _scaled(weights[c, 0, self.N], refs, "values", heads, at) for c, at in columns(tokens)
+        ]
         refs["accumulator"][...] += _dot(
             jnp.concatenate(rows, axis=1), values_NVs.reshape(self.N * self.V, -1), _NT
         )

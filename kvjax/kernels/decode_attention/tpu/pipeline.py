@@ -274,13 +274,19 @@ class _Step:
 
     def _combine_scores(self, tokens: pl.Slice, last) -> None:
         """Adds and scales the components' scores of these tokens; masks slots after `last`."""
-        N, refs = self.layout.heads, self.refs
-        K = refs["key_scale"].shape[1] if "key_scale" in refs else 0
+        N = self.layout.heads
+
+        def scaled(z, refs, name, at):
+            """Multiplies [N, 128] by a scale per KV head and token, if there is one."""
+            if name not in refs:
+                return z
+            scale_K = refs[name][0, :, 0, at]  # [K, 128]
+            K = scale_K.shape[0]
+            return z * (scale_K if K in (1, N) else jnp.repeat(scale_K, N // K, axis=0))
+
         for c, (column, at) in enumerate(columns(tokens)):  # z: [N, 128]
-            z = self.layout.scale * sum(x.scores[c, 0, N] for x in self.components)
-            if K:
-                scale_K = refs["key_scale"][0, :, 0, at]  # [K, 128]
-                z = z * (scale_K if K == N else jnp.repeat(scale_K, N // K, axis=0))
+            parts = [scaled(x.scores[c, 0, N], x.refs, "keys.scale", at) for x in self.components]
+            z = scaled(self.layout.scale * sum(parts), self.refs, "key_scale", at)
             slot = at.start + jax.lax.broadcasted_iota(jnp.int32, z.shape, 1)
             self.logits[column, 0, N] = jnp.where(slot <= last, z, _MASKED)
 
