@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.attention import canonical
 from kvjax.attention.mechanism import MechanismConfig
 from kvjax.cache import append
 from kvjax.cache.field import Field
@@ -24,7 +25,13 @@ from kvjax.layers.weight import linear, weight
 
 
 class Attention(nnx.Module):
-    """Softmax attention [B, T, D] -> [B, T, D] over the keys and values of a mechanism."""
+    """Softmax attention [B, T, D] -> [B, T, D] over the keys and values of a mechanism.
+
+    Attributes:
+      spreads_keys: True: decoding caches keys in the basis of `canonical.spread_keys`.
+    """
+
+    spreads_keys = False
 
     def __init__(self, config: MechanismConfig, d_model: int, *, rngs: nnx.Rngs):
         sizes = dict(N=config.num_heads, H=config.value_dim, D=d_model)
@@ -126,8 +133,11 @@ class Attention(nnx.Module):
             inputs, layer = prepared
         else:
             q_BTNH, raw = self.mechanism.project(x_BTD, positions)
-            layer = append(layer, self.mechanism.encode(raw, positions), first_B, counts_B)
+            entry = self.mechanism.encode(raw, positions)
             inputs = self.mechanism.decode_inputs(q_BTNH, rope_base)
+            if self.spreads_keys:
+                entry, inputs = canonical.spread_keys(self.mechanism.config, entry, inputs)
+            layer = append(layer, entry, first_B, counts_B)
         inputs = dataclasses.replace(inputs, scale=inputs.scale * logit_factor)
         o_BTNH = decode_attention(inputs, layer, first_B, **options)
         return self.project_out(o_BTNH.astype(x_BTD.dtype), x_BTD, positions), layer

@@ -1,11 +1,15 @@
 """A Transformer over a cache, with unrolled layers: separate weights and cache arrays for each."""
 
-from flax import nnx
+import functools
+
+from flax import nnx, traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from kvjax import cache as cache_lib
+from kvjax.attention import Attention, canonical
+from kvjax.attention.mechanism import MechanismConfig
 from kvjax.cache import Cache
 from kvjax.layers import rope
 from kvjax.model.config import TransformerConfig
@@ -14,6 +18,8 @@ from kvjax.model.transformer import Compute, Transformer, compute_dtypes
 
 class Decoder(Transformer):
     """Decodes with a Transformer's weights, cast once to `transformer.compute_dtypes`.
+
+    For a quantised cache their basis is changed first (`attention.canonical`).
 
     The stacked layers that training scans over are unstacked here: slicing a stack inside the step
     would copy all weights at every step.
@@ -28,6 +34,7 @@ class Decoder(Transformer):
         """
         self.config = model.config
         self.compute = compute
+        stored = model.segments
         graph, weights = nnx.split(model)
         weights = nnx.to_pure_dict(weights)
         dtypes = compute_dtypes(weights, compute.dtype)
@@ -36,11 +43,17 @@ class Decoder(Transformer):
         for name in ("embedding", "positions", "head", "embedding_norm", "final_norm"):
             setattr(self, name, getattr(model, name))
         self.layers = nnx.List([])
-        for (_, length), group in zip(model.config.layer_groups, model.segments, strict=True):
+        groups = zip(model.config.layer_groups, model.segments, stored, strict=True)
+        for (mechanism, length), group, stored_group in groups:
             graph, weights = nnx.split(group)
             stacks, tree = jax.tree.flatten(weights)
-            for layer in zip(*(_unstacked(stack, length) for stack in stacks), strict=True):
+            layers = zip(*(_unstacked(stack, length) for stack in stacks), strict=True)
+            for i, layer in enumerate(layers):
                 block = nnx.merge(graph, jax.tree.unflatten(tree, layer))
+                if compute.cache_bits is not None:
+                    stack = nnx.to_pure_dict(nnx.state(stored_group.attention))
+                    where = f"layer {len(self.layers)}"
+                    _change_basis(block.attention, mechanism, stack, i, where)
                 if packed:
                     block.attention.mechanism.pack()
                 self.layers.append(block)
@@ -76,6 +89,27 @@ class Decoder(Transformer):
             x_BTD, layer = block.decode(x_BTD, positions, layer, counts_B, **options)
             layers.append(layer)
         return self.apply_final_norm(x_BTD), Cache(tuple(layers), cache.lengths + counts_B)
+
+
+def _change_basis(
+    attention: Attention, config: MechanismConfig, stacks: dict, i: int, where: str
+) -> None:
+    """Changes the basis of a layer's weights, by way of float64.
+
+    Args:
+      stacks: stored weights of all layers of the group, of which this is number `i`.
+      where: the layer's name in a message.
+    """
+    attention.spreads_keys = True
+    stacks = traverse_util.flatten_dict(stacks, sep="/")
+    if any(isinstance(stack, jax.core.Tracer) for stack in stacks.values()):
+        return  # shapes alone, which stay
+    exact = {path: np.asarray(stack[i], np.float64) for path, stack in stacks.items()}
+    for path, w in canonical.change_basis(config, exact, where).items():
+        *modules, name = path.split("/")
+        param = getattr(functools.reduce(getattr, modules, attention), name)
+        old = param[...]
+        param[...] = jax.device_put(w.astype(old.dtype), old.sharding)
 
 
 def _unstacked(stack: jax.Array, length: int) -> list[jax.Array]:

@@ -96,10 +96,12 @@ def start_loading(
         engine.start_loading(config, compute, implementation=implementation)
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     abstract = parameters.abstract(config).shapes
+    stored = jax.tree.map(lambda x: x.dtype, abstract)
     abstract = jax.tree.map(
         lambda x, dtype: jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding),
         abstract,
-        compute_dtypes(abstract, compute.dtype),
+        # The basis of weights is changed before they are cast (`Decoder`).
+        compute_dtypes(abstract, compute.dtype) if compute.cache_bits is None else stored,
     )
     read = checkpoint.start_reading(workdir / checkpoint.CHECKPOINTS, step, abstract)
 

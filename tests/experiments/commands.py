@@ -4,7 +4,7 @@ _BENCHMARKS = (
     *("authors_code", "beside_transformers", "checkpoint_memory"),
     *("data_preparation", "data_reading"),
     *("decode_benchmark", "decode_memory", "exactness", "generate_benchmark"),
-    *("model_decode_benchmark", "sandbox_cost", "train_benchmark"),
+    *("model_decode_benchmark", "quantized", "sandbox_cost", "train_benchmark"),
 )
 _STUDIES = ("conversion", "head_diversity", "logit_spectra", "small_caches", "small_caches_speed")
 _STUDIES += (
@@ -131,6 +131,8 @@ BAD = (  # command, options, what the line says
     ("decode_memory", "--mechanism=LKRV", "--mechanism: 'LKRV' is none of MHA, LRKV,"),
     ("exactness", "--positions=0", "--positions = 0: must be at least 128"),
     ("exactness", "--workdir=", "is no workdir of a run"),
+    ("quantized", "--positions=64", "--positions = 64: must be at least 128"),
+    ("quantized", "--workdir=", "is no workdir of a run"),
     ("generate_benchmark", "--batch=0", "--batch = 0: must be at least 1"),
     ("generate_benchmark", "--num_tokens=1", "--num_tokens = 1: must be at least 2"),
     ("generate_benchmark", "--dtype=int8", "--dtype = 'int8': must be one of"),

@@ -371,6 +371,15 @@ def test_a_trained_run(run, trained_run, capsys):
     assert "128 of 128" in err
     said = refused(run, "exactness", trained_run, "--rows=1000")
     assert "--rows=1000 --positions=512: the held-out text of " in said
+    status, out, err = run("quantized", trained_run, "--rows=2", "--length=300", "--json")
+    result = json.loads(out)
+    wide, *quantised = result["quality"]
+    assert status == 0 and (wide["worse"], wide["same_token"]) == (0, 1)
+    assert [row["cache"] for row in quantised] == ["int8"] * 3 + ["int4"] * 3
+    assert all(abs(row["worse"]) < 0.01 for row in quantised)  # after one step
+    assert all(2 * row["bytes_per_token"] < wide["bytes_per_token"] for row in quantised)
+    (steps,) = result["steps"]
+    assert len(steps["ms"]) == 4 and all(ms > 0 for ms in steps["ms"].values())
     small = ("--prompt_tokens=4", "--num_tokens=3", "--repeats=1")
     said = refused(run, "generate_benchmark", trained_run, "--batch=1000000000", *small)
     assert "--batch=1000000000: a cache of 1,000,000,000 sequences of 7 tokens needs" in said

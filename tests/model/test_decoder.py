@@ -1,5 +1,6 @@
 """A Transformer over a cache against the same Transformer over whole rows."""
 
+import dataclasses
 import functools
 
 from flax import nnx
@@ -162,6 +163,31 @@ def _decode(step, cache, tokens_BT, padding):
         lengths += counts
     np.testing.assert_array_equal(cache.lengths, lengths)
     return logits, cache
+
+
+@pytest.mark.parametrize("name", quick.only(["rank_per_layer", "gemma"], MODELS))
+def test_the_basis_for_a_quantised_cache_changes_no_logit(x64, make_mechanism, randomise, name):
+    """Over a cache that is not quantised: of every layer of every group, windows included."""
+    config, tokens_BT = _config(make_mechanism, name), _tokens()
+    model = _model(randomise, config)
+    other = decoder.Decoder(model, dataclasses.replace(F64, cache_bits=8))
+    assert all(block.attention.spreads_keys for block in other.layers)
+    graph, weights = nnx.split(other)
+
+    @jax.jit
+    def logits(weights, cache):
+        counts_B = np.full(B, tokens_BT.shape[1], np.int32)
+        module = nnx.merge(graph, weights)
+        return module.logits(module(tokens_BT, cache, counts_B)[0])
+
+    cache = decoder.allocate(config, F64, batch=B, capacity=T)
+    expected = model.logits(model(tokens_BT, compute=F64))
+    np.testing.assert_allclose(logits(weights, cache), expected, rtol=1e-10, atol=1e-10)
+    plain = jax.tree.leaves(nnx.state(decoder.Decoder(model, F64)))
+    changed = [
+        not np.array_equal(a, b) for a, b in zip(jax.tree.leaves(weights), plain, strict=True)
+    ]
+    assert any(changed) and not all(changed)
 
 
 @pytest.mark.parametrize(

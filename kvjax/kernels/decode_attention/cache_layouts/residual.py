@@ -45,6 +45,8 @@ class ResidualInputs(DecodeInputs):
     prepared: jax.Array | None = None
     scale: float = static()
     rope_base: rope.Base | None = static()  # None: the residual is not rotated
+    # True: `query` and the cached base are in another basis than the residual and its query.
+    separate_queries: bool = static(default=False)
 
     def expand(self, cache: Cache) -> tuple[jax.Array, jax.Array, jax.Array]:
         c, K = cache, self.expand_key.shape[0]
@@ -72,6 +74,7 @@ class _Tiles(Tiles):
         self.inputs = inputs
         self.q_BNTH = jnp.moveaxis(inputs.query, 2, 1)
         residual_q_BNTH = jnp.moveaxis(inputs.residual_query, 2, 1)
+        self.residual_q_BNTH = residual_q_BNTH
         N, T = self.q_BNTH.shape[1:3]
         K = inputs.expand_key.shape[0]
         self.large_logits = inputs.rope_base is not None
@@ -92,6 +95,8 @@ class _Tiles(Tiles):
         if self.u_BNTR is None and self.absorbed is None:  # several queries share a rebuilt key
             k_BKHs = jnp.einsum("BKRs,KRH->BKHs", latent_BKRs, self.inputs.expand_key)
             k_BKHs = tiles.rotate(k_BKHs, start, self.inputs.rope_base)
+            if self.inputs.separate_queries:  # `add_direct` adds the base
+                return tiles.dot(self.residual_q_BNTH, k_BKHs)
             base_BKHs = tiles.spread(tile["base_key"], k_BKHs.shape[1])
             return tiles.dot(self.q_BNTH, base_BKHs + k_BKHs)
         if self.u_BNTR is not None:
@@ -102,7 +107,8 @@ class _Tiles(Tiles):
         return jnp.sum(w_BKRs * latent_BKRs, axis=2)[:, :, None]
 
     def add_direct(self, z_BNTs: jax.Array, tile: Cache) -> jax.Array:
-        if self.u_BNTR is not None or self.absorbed is not None:
+        rebuilt = self.u_BNTR is None and self.absorbed is None
+        if not rebuilt or self.inputs.separate_queries:
             z_BNTs = z_BNTs + tiles.dot(self.q_BNTH, tile["base_key"])
         return tiles.scaled(z_BNTs, tile)
 
