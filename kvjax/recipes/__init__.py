@@ -1,4 +1,4 @@
-"""Sections of configs: scales, mechanisms, optimizer presets. A config file combines them:
+"""Scales, mechanisms and optimizer presets, which a config file combines:
 
 recipes.pretrain("lrkv_128m", scale="128m", attention=recipes.lrkv(6, rank=64))
 """

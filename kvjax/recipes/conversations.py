@@ -1,4 +1,4 @@
-"""Configs of runs that continue a trained model on conversations: mid-training and SFT."""
+"""Configs of mid-training and supervised fine-tuning (SFT) on conversations."""
 
 from dataclasses import asdict
 
@@ -10,17 +10,19 @@ from kvjax.recipes.pretraining import pretrain
 
 
 def mid_train(name: str, *, scale: str, attention: dict, **sections: dict):
-    """Returns the config of mid-training: a pretrained model continued on conversations.
+    """Returns the config of mid-training: a pretrained model is trained on conversations.
 
-    As karpathy/nanochat's mid_train (commit 0f00788), used for the LRKV paper's Table 3: one epoch
-    of SmolTalk, MMLU and GSM8K; a loss over all targets; a new optimizer state at the learning
-    rates of pretraining, with a linear cooldown over the last fifth; no clipping. Known
-    differences: rows overlap by one token (nanochat omits the target between batches); rows are
-    shuffled again; and the differences listed in `optimizers.nanochat`.
+    Follows karpathy/nanochat's mid_train (commit 0f00788), used for the LRKV paper's Table 3. The
+    run is one epoch of SmolTalk, MMLU and GSM8K, with the loss over all targets. The optimizer
+    state is new. Learning rates are those of pretraining and fall linearly over the last fifth of
+    the steps. Gradients are not clipped.
+
+    Differs from nanochat as listed in `optimizers.nanochat`, and in the rows: they overlap by one
+    token (nanochat omits the target between batches) and are shuffled once more.
 
     Args:
-      name: name of the config file, with its folder; the parent is runs/NAME without the folder.
-      scale, attention: as in `pretrain`, equal to the parent's.
+      name: "FOLDER/NAME" of the config file; the parent is runs/NAME.
+      scale, attention: as in `pretrain`; must equal the parent's.
       sections: keys to change, by section, such as train=dict(parent="runs/other@1000").
     """
     config = pretrain(name, scale=scale, attention=attention).unlock()
@@ -47,15 +49,15 @@ def mid_train(name: str, *, scale: str, attention: dict, **sections: dict):
 
 
 def chat_sft(name: str, *, scale: str, attention: dict, **sections: dict):
-    """Returns the config of supervised fine-tuning: nanochat's chat_sft (same commit).
+    """Returns the config of supervised fine-tuning, after nanochat's chat_sft (same commit).
 
-    20,843 conversations, one per row, 32 rows per step; a loss over the assistant's tokens; all
-    learning rates times 0.02, with linear decay to 0; Muon's momentum is 0.95. nanochat divides
-    each microbatch's loss by its own number of targets; here a step's loss is divided by all its
-    targets.
+    The run has 20,843 conversations, one per row, in steps of 32 rows, with the loss over the
+    assistant's tokens. All learning rates are multiplied by 0.02 and fall linearly to 0. Muon's
+    momentum is 0.95 throughout. Unlike nanochat, which divides the loss of each microbatch by the
+    microbatch's number of targets, kvjax divides a step's loss by the step's number of targets.
 
     Args:
-      name: name of the config file; the parent is runs/mid/NAME.
+      name: "FOLDER/NAME" of the config file; the parent is runs/mid/NAME.
       scale, attention, sections: as in `mid_train`.
     """
     config = mid_train(name, scale=scale, attention=attention).unlock()

@@ -1,4 +1,4 @@
-"""Configs of converted models, and of runs that fine-tune them."""
+"""Configs of imported or converted models, and of their fine-tuning."""
 
 from dataclasses import asdict
 import json
@@ -15,9 +15,9 @@ from kvjax.foundation.errors import UserError, first_line
 from kvjax.model.config import TransformerConfig
 from kvjax.recipes.optimizers import tuning
 
-# A conversion's fine-tuning trains the parameters whose names contain one of these strings. Table 7
-# of thin keys says "QK" but counts the parameters of GPT-2's queries, keys and values, so its runs
-# may have trained "qk" or "qkv".
+# Fine-tuning trains the parameters whose names contain one of these strings. Table 7 of thin keys
+# says "QK" but counts GPT-2's query, key and value parameters, so its runs may have trained "qk" or
+# "qkv".
 TUNED = {
     "qk": ("mechanism.query", "key"),
     "qkv": ("mechanism.",),
@@ -30,7 +30,7 @@ def imported(name: str, model: TransformerConfig, attention: dict, *, context: i
 
     Args:
       attention: config section of the model's mechanisms.
-      context: number of tokens that the model was trained on.
+      context: number of tokens in a row that the model was trained on.
     """
     config = dict(
         name=name,
@@ -52,9 +52,10 @@ def imported(name: str, model: TransformerConfig, attention: dict, *, context: i
 def recover(parent: str | os.PathLike, *, tune: str = "qk", teacher: str = "", **sections: dict):
     """Returns the config of a run that fine-tunes a converted model (thin keys, section 3.7).
 
-    The paper trains for 3 epochs of 10M tokens; here the length is `train.num_steps`. The backward
-    pass recomputes attention: on CPU, SmolLM2-135M (4 rows of 512 tokens) then needs 5.1 GB instead
-    of 15.7 GB at the same speed.
+    The run has 3,662 steps of 8 rows: 60M tokens with rows of 2,048 tokens, the default, or the
+    paper's 30M (3 epochs of 10M) with GPT-2's rows of 1,024. The backward pass recomputes
+    attention: on CPU, SmolLM2-135M with 4 rows of 512 tokens then needs 5.1 GB instead of 15.7 GB,
+    at the same speed.
 
     Args:
       parent: workdir of the converted model.
@@ -63,27 +64,23 @@ def recover(parent: str | os.PathLike, *, tune: str = "qk", teacher: str = "", *
       sections: keys to change, by section, such as train=dict(num_steps=100).
 
     Raises:
-      UserError: `parent` is no workdir of a model, or `tune` or a section is unknown.
+      UserError: `parent` is not the workdir of a model, or `tune` or a section is unknown.
     """
     one_of("tune", tune, tuple(TUNED))
     parent = runtime.path("parent", parent)
     try:
         parent_config = json.loads((parent / "config.json").read_text())
+        missing = [name for name in ("model", "attention", "data") if name not in parent_config]
+        if missing:
+            raise ValueError(f"config.json has no {missing[0]!r}")
     except (OSError, ValueError) as error:
         raise UserError(
             f"parent = {str(parent)!r}: is no workdir of a model ({first_line(error)}): "
             "`python -m kvjax.convert` makes one"
         ) from error
-    missing = [name for name in ("model", "attention", "data") if name not in parent_config]
-    if missing:
-        raise UserError(
-            f"parent = {str(parent)!r}: is no workdir of a model (config.json has no "
-            f"{missing[0]!r}): `python -m kvjax.convert` makes one"
-        )
     vocabulary = dict(
         tokenizer=str(parent / "tokenizer.json"), vocab_size=parent_config["data"]["vocab_size"]
     )
-    # 60M tokens with rows of 2,048; with rows of 1,024, as for GPT-2, the paper's 30M.
     train = TrainConfig(num_steps=3_662, batch_size=8, grad_accumulation=8)
     config = dict(
         name=f"{parent.name}_tuned",

@@ -1,4 +1,8 @@
-"""Attention sections of configs, of any kind (`mechanism`) or by a name of `attention.named`."""
+"""Attention sections of configs.
+
+`mechanism` makes the section of any mechanism. The functions below it make the sections of the
+configs in `attention.named`.
+"""
 
 from collections.abc import Callable
 from dataclasses import asdict, fields
@@ -8,7 +12,7 @@ from kvjax.attention import MECHANISMS, named
 from kvjax.attention.mechanism import MechanismConfig
 from kvjax.attention.named import HEAD_DIM
 
-_RANKS_BY_LAYER = ("grouped", "factored")  # kinds whose sections show the key `layer_ranks`
+_RANKS_BY_LAYER = ("grouped", "factored")  # kinds whose sections have the key `layer_ranks`
 
 
 def section(config: MechanismConfig) -> dict:
@@ -31,12 +35,12 @@ def mechanism(kind: str, num_heads: int, *, head_dim: int = HEAD_DIM, **keys) ->
 
 
 def without_qk_norm(attention: dict, *, bias: bool = False) -> dict:
-    """Removes QK-norm from a section, as in most published models; optionally adds biases."""
+    """Returns the section without QK-norm, as in most published models, and with `bias`."""
     return attention | dict(qk_norm="none", bias=bias)
 
 
 def _as_section(make: Callable[..., MechanismConfig]) -> Callable[..., dict]:
-    """Wraps a function that returns a mechanism's config, so that it returns its section."""
+    """Returns a function that calls `make` and returns its config as an attention section."""
 
     @functools.wraps(make)
     def make_section(*args, **keys):

@@ -12,8 +12,8 @@ def nanochat() -> dict:
 
     - weights, including the embedding, are stored in float32 and cast before use (nanochat keeps
       the embedding and RoPE tables in bfloat16); logits are soft-capped in float32, not bfloat16;
-    - keys rotate by +t·theta instead of -t·theta, and after instead of before the norm (the same
-      function);
+    - RoPE rotates keys by +t·theta after the norm; nanochat rotates them by -t·theta before it (the
+      same function);
     - RMSNorm adds 1e-6 instead of the dtype's epsilon;
     - Newton-Schulz runs in the compute dtype (bfloat16 in nanochat);
     - rows are reshuffled each epoch; nanochat reads its shards in order;
@@ -41,8 +41,8 @@ def paper_text() -> dict:
 def tuning() -> dict:
     """Returns the optimizer of fine-tuning in thin keys' section 3.7: a constant rate of 5e-5.
 
-    The paper does not name optimizer, schedule or weight decay; ours is AdamW with PyTorch's
-    defaults.
+    The paper does not name the optimizer, the schedule or the weight decay; this is AdamW with
+    PyTorch's defaults.
     """
     rates = dict.fromkeys(("matrix", "embedding", "head", "vector"), 5e-5)
     return nanochat() | dict(
@@ -58,7 +58,7 @@ def tuning() -> dict:
 
 
 def adamw(rate: float, d_model: int, *, weight_decay: float, **keys) -> dict:
-    """Returns AdamW with one learning rate and weight decay for all weights, cosine schedule.
+    """Returns AdamW with a cosine schedule, one learning rate and one weight decay.
 
     Args:
       d_model: D, to undo the optimizer's factor (D/768)^-1/2 on embedding and head.

@@ -16,11 +16,11 @@ def pretrain(name: str, *, scale: str, attention: dict, preset: str = "nanochat"
 
     Args:
       name: name of the config file; the default workdir is runs/NAME.
-      scale: "tiny", "128m" (d12), "2p5b" (d36) or "6p3b" (d50); from other papers, with their own
-        optimizers: "300m", "1p2b", "125m".
+      scale: "tiny", "128m" (d12), "2p5b" (d36) or "6p3b" (d50); or a scale of another paper with
+        that paper's optimizer: "300m", "1p2b" or "125m".
       attention: a section from `recipes.mechanisms`.
-      preset: a key of `optimizers.PRESETS`: "nanochat", or "paper_text" for the LRKV paper's text.
-      sections: keys to change in the scale, by section, such as model=dict(mlp_dim=3264).
+      preset: a key of `optimizers.PRESETS`.
+      sections: keys that replace the scale's, by section, such as model=dict(mlp_dim=3264).
 
     Returns:
       A locked ml_collections.ConfigDict; `kvjax.config.resolve` reads it.
@@ -45,14 +45,14 @@ def pretrain(name: str, *, scale: str, attention: dict, preset: str = "nanochat"
 def servable(name: str, *, scale: str, attention: dict, **sections: dict):
     """Returns the config of a pretraining run whose model vLLM and SGLang read as DeepSeek-V3.
 
-    Against `pretrain`: gains in the norms, SwiGLU, no soft cap, no QK-norm. A SwiGLU of 2/3 of an
-    MLP's width has its parameters. `kvjax.convert.export --format=deepseek` refuses other models.
+    Unlike `pretrain`'s, the model has gains in its norms, a SwiGLU instead of an MLP, and neither a
+    soft cap nor QK-norm: `kvjax.convert.export --format=deepseek` refuses others. A SwiGLU has as
+    many parameters as an MLP of 3/2 its width.
 
     Args:
-      name, scale: as in `pretrain`.
+      name, scale, sections: as in `pretrain`.
       attention: a section of MLA, of GTA, of LRKV with one base and rope="shared", or of any
         mechanism that is linear in the input if model=dict(positions="none").
-      sections: keys to change in the scale, by section.
     """
     block = dict(norm_gain=True, activation="swiglu", logit_softcap=0.0)
     sections["model"] = block | sections.get("model", {})

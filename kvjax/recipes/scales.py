@@ -1,4 +1,4 @@
-"""Sizes of models with their data and training budgets; depth sets all sizes, as in nanochat."""
+"""Scales: model sizes, each with its data and training budget."""
 
 from dataclasses import asdict
 
@@ -9,7 +9,7 @@ VOCAB_SIZE = 65_536
 
 
 def model(depth: int) -> dict:
-    """Returns a model section: `depth` layers, width 64·depth, MLP 4 x the width."""
+    """Returns a model section of nanochat's shape: width 64·depth, MLP of 4 times the width."""
     width = 64 * depth
     return asdict(BlockConfig(num_layers=depth, d_model=width, mlp_dim=4 * width))
 
@@ -45,7 +45,10 @@ def _paper(depth: int, *, steps: int, tokens_per_step: int, accumulation: int) -
 
 
 def _conventional(layers: int, width: int, mlp_dim: int, **model) -> dict:
-    """Returns a model section as of GPT-2 and LLaMA: N(0, 0.02²), gains, tied head, no soft cap."""
+    """Returns a model section like GPT-2's and LLaMA's.
+
+    Weights start from N(0, 0.02²), norms have gains, the head is tied, logits have no soft cap.
+    """
     shape = dict(num_layers=layers, d_model=width, mlp_dim=mlp_dim, norm_gain=True)
     initialisation = dict(embedding_std=0.02, matrix_std=0.02, zero_outputs=False)
     head = dict(embedding_norm=False, logit_softcap=0.0, tied_head=True)
@@ -59,21 +62,21 @@ def _sharing(
     rate: float,
     warmup: int,
     rows: int,
-    parts: int,
+    accumulation: int,
     steps: int,
-    every: int,
+    eval_every: int,
 ) -> dict:
     """Returns a scale of projection sharing (arXiv 2606.04032, section 3.3, and its code).
 
-    GPT-2's architecture with 2,048 learned positions; AdamW with weight decay on all weights. The
-    authors pad each document to a row and count the padding in the loss; here documents are packed
-    with a document mask.
+    The model is GPT-2's with 2,048 learned positions. The optimizer is AdamW with weight decay on
+    all weights. The authors pad each document to a row and count the padding in the loss; here
+    documents are packed with a document mask.
 
     Args:
       rows: rows of 2,048 tokens per step.
-      parts: microbatches per step.
+      accumulation: microbatches per step.
       steps: steps of the run.
-      every: steps between evaluations and checkpoints.
+      eval_every: steps between evaluations, and between checkpoints.
     """
     options = dict(
         norm="layer",
@@ -99,10 +102,10 @@ def _sharing(
         train=dict(
             num_steps=steps,
             batch_size=rows,
-            grad_accumulation=parts,
-            eval_every=every,
+            grad_accumulation=accumulation,
+            eval_every=eval_every,
             eval_rows=4_608,  # 9.4M tokens; the authors use 10M
-            checkpoint_every=every,
+            checkpoint_every=eval_every,
             keep_checkpoints=3,
             separate=True,
         ),
@@ -144,10 +147,10 @@ SCALES = {
     "2p5b": lambda: _paper(36, steps=190_735, tokens_per_step=262_144, accumulation=1),
     "6p3b": lambda: _paper(50, steps=95_367, tokens_per_step=524_288, accumulation=2),
     "300m": lambda: _sharing(
-        20, 1024, rate=2e-4, warmup=500, rows=1152, parts=18, steps=4_238, every=200
+        20, 1024, rate=2e-4, warmup=500, rows=1152, accumulation=18, steps=4_238, eval_every=200
     ),
     "1p2b": lambda: _sharing(
-        22, 2048, rate=6e-5, warmup=1_000, rows=576, parts=4, steps=7_500, every=500
+        22, 2048, rate=6e-5, warmup=1_000, rows=576, accumulation=4, steps=7_500, eval_every=500
     ),
     "125m": _llama_125m,
 }
