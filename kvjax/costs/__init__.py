@@ -1,1 +1,1 @@
-"""Costs of a model from its shapes; `python -m kvjax.costs` prints them."""
+"""Parameters, FLOPs, cache bytes and decoding time of a model, computed from its shapes."""

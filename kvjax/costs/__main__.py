@@ -7,12 +7,12 @@
     python -m kvjax.costs --config=configs/lrkv_2p5b.py --all --details --chips=8
     python -m kvjax.costs --config=configs/lrkv_2p5b.py --cache_dtype=int8
 
-With --model: the KV cache of a published model, and its size under every method, in one table with
-a row per mechanism. Only config.json is read.
+--model prints a table of a published model's KV cache: one row for the model as it is, and one for
+each mechanism that could replace its attention. No weights are read.
 
-With --config: parameters and training FLOPs of a config; costs of decoding at four context lengths,
-the largest batch and the shortest step by device; with --chips, cache bytes and reads per chip for
-a cache sharded by tokens or by heads. With --all, one table with a row for every config of the same
+--config prints a config's parameters, training FLOPs and costs of decoding, and for each device the
+largest batch and the shortest decode step. --chips adds cache bytes and bytes read per chip, for a
+cache sharded by tokens and by heads. --all prints one table with a row for every config of the same
 scale, relative to MHA; --details adds the tables of each config.
 """
 
@@ -48,11 +48,20 @@ def report(
     cache_bits: int | None = None,
     contexts: Sequence[int] = CONTEXTS,
 ) -> dict:
-    """Returns all costs of one config as JSON values.
+    """Returns all costs of one config, JSON-able.
 
-    `largest_batch` and `least_ms` (per step) are by device, for one chip; null if `batch` sequences
-    do not fit. With several chips also cache bytes per token and chip, and GB read per step and
-    chip with replicated weights. The cache is in `dtype`, or quantised to `cache_bits`.
+    `largest_batch` and `least_ms`, the shortest time of a decode step, are for one chip of each
+    device; `least_ms` is None where `batch` sequences do not fit. With several chips, the result
+    also has cache bytes per token and chip, and the GB that each chip reads per step if weights are
+    replicated.
+
+    Args:
+      batch: sequences decoded together.
+      dtype: dtype of weights and, unless `cache_bits` is given, of the cache.
+      on: devices to compute `largest_batch` and `least_ms` for.
+      chips: number of chips that the cache is sharded over.
+      cache_bits: bits per element of a quantised cache; None: not quantised.
+      contexts: numbers of cached tokens per sequence.
     """
     config = experiment.model
     by_chip = {
@@ -147,7 +156,9 @@ def _print(
     room = f"{1 - formulas.RESERVE:.0%}"
     out.say(f"Largest batch on one chip: weights and cache in {room} of its memory")
     _by_context(out, reports, names, lambda d: [f"{n:,}" for n in d["largest_batch"].values()])
-    out.say(f"\nLeast milliseconds per step of {batch}: bytes / bandwidth, or FLOPs / peak if more")
+    out.say(
+        f"\nShortest step of {batch} sequences, ms: bytes / bandwidth, or FLOPs / peak if longer"
+    )
     _by_context(
         out,
         reports,
@@ -171,7 +182,7 @@ def _print_chips(out: Output, reports: list[dict], *, batch: int, dtype: str, ch
         rows.append((r["config"], *figures))
     header = [f"by {split}" for split in SPLITS]
     out.table(["config", "whole", *header, "by heads / by tokens"], rows)
-    out.say(f"\nGB read per chip and step of {batch}, weights whole on each chip")
+    out.say(f"\nGB read per chip and step of {batch} sequences, with all weights on each chip")
     _by_context(
         out, reports, header, lambda d: [f"{gb:.3f}" for gb in d["gb_per_chip_and_step"].values()]
     )
@@ -196,13 +207,13 @@ def _parser() -> command_line.Parser:
         default="",
         help="instead of --config: a config.json, its folder, a GGUF file, hf://OWNER/NAME",
     )
-    text = "tokens of a sequence (--model: the model's context; --all: 32768; else four lengths)"
+    text = "tokens per sequence (--model: the model's context; --all: 32768; else four lengths)"
     add("--context", type=int, help=text)
     add(
         "--device",
         action="append",
-        help=f"one of {', '.join(datasheets.DEVICES)}; may be repeated (all; in tables by "
-        "mechanism: none)",
+        help=f"one of {', '.join(datasheets.DEVICES)}; may be repeated (all; --model and "
+        "--all: none)",
     )
     add("--batch", type=int, default=1, help="sequences decoded together (1)")
     add("--chips", type=int, default=1, help="number of chips that a cache is sharded over (1)")
@@ -231,13 +242,15 @@ def main(arguments: list[str]) -> None:
         lists.one("--device", name, datasheets.DEVICES)
     on = [datasheets.get(name) for name in names]
     if options.details and not options.all:
-        raise UserError("--details: only with --all; a single config has them anyway")
+        raise UserError("--details: only with --all; without it these tables are always printed")
     if options.model:
         _check_alone(options, parser, arguments)
         shape = published.read(options.model)
         context = options.context or shape.context
         if not context:
-            raise UserError(f"--context is missing: {options.model} does not say its own")
+            raise UserError(
+                f"--context is missing: the config of {options.model} gives no context length"
+            )
         return by_mechanism.print_model(Output(options), shape, _setting(options, context, on))
     return _print_configs(options, on)
 
@@ -257,7 +270,9 @@ def _check_alone(
         invalid.append("config")
     if invalid or options.overrides:
         other = f"--{invalid[0]}" if invalid else options.overrides[0].partition("=")[0]
-        raise UserError(f"{other}: is for configs; --model={options.model} is a published model")
+        raise UserError(
+            f"{other}: cannot be combined with --model={options.model}; leave one of them out"
+        )
 
 
 def _print_configs(options: argparse.Namespace, on: list[Device]) -> None:

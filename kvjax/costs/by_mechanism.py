@@ -1,4 +1,4 @@
-"""One table with a row per mechanism, relative to MHA: of a published model, or of configs."""
+"""Prints a table with one row per mechanism, relative to MHA, for a published model or configs."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -18,31 +18,40 @@ from kvjax.hardware.datasheets import Device
 from kvjax.model.config import TransformerConfig
 
 DTYPES = ("bfloat16", "float32")
-CONTEXT = 32_768  # of configs, whose training rows are short
+CONTEXT = 32_768  # cached tokens per sequence for configs, whose training rows are shorter
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Setting of a cache: tokens per sequence, devices, chips of each, dtypes, batch."""
+    """Sequences, devices and dtypes that the table is computed for.
+
+    Attributes:
+      context: cached tokens per sequence.
+      on: devices whose memory holds weights and cache.
+      chips: number of chips of each device.
+      dtype: dtype of weights and, unless `cache_dtype` is given, of the cache.
+      cache_dtype: int8 or int4 for a quantised cache; "": `dtype`.
+      batch: sequences decoded together.
+    """
 
     context: int
     on: Sequence[Device] = ()
     chips: int = 1
     dtype: str = DTYPES[0]
-    cache_dtype: str = ""  # "int8" or "int4": of caches on devices; "": dtype
+    cache_dtype: str = ""
     batch: int = 1
 
     def figures(self, row: Row, mha: Row, weight_bytes: int) -> dict:
-        """Returns the figures of a row as JSON values."""
+        """Returns a row's cache sizes by dtype, their ratio to MHA's, and tokens by device."""
         dtype, bits = jnp.dtype(self.dtype), quantized.bits_of(self.cache_dtype)
-        rooms = {d.name: methods.room(d, self.chips, weight_bytes) for d in self.on}
+        free = {d.name: methods.free_bytes(d, self.chips, weight_bytes) for d in self.on}
         return dict(
             cache_bytes_per_token={name: row.cache_bytes(jnp.dtype(name)) for name in DTYPES}
             | {name: _quantized_bytes(row, bits) for name, bits in quantized.BITS.items()},
             cache_bytes={name: row.cache_bytes(jnp.dtype(name), self.context) for name in DTYPES},
             of_mha=row.cache_bytes(jnp.dtype("bfloat16")) / mha.cache_bytes(jnp.dtype("bfloat16")),
             tokens={
-                name: row.tokens(self.context, dtype, room, bits) for name, room in rooms.items()
+                name: row.tokens(self.context, dtype, size, bits) for name, size in free.items()
             },
         )
 
@@ -69,7 +78,11 @@ class Setting:
         ]
 
     def note(self, weights: str) -> str:
-        """Returns the meaning of the devices' columns; `weights` says how weights are counted."""
+        """Returns a note below the table on its columns of tokens.
+
+        Args:
+          weights: a phrase on how the memory of weights is counted.
+        """
         memory = f"{self.chips} chips' memory" if self.chips > 1 else "one chip's memory"
         share = f"{1 - formulas.RESERVE:.0%}"
         return f"\nTokens fit in {share} of {memory}, {weights}; 1 GB = 10^9 bytes"
@@ -84,7 +97,7 @@ def _quantized_bytes(row: Row, bits: int) -> int | None:
 
 
 def print_model(out: Output, shape: Shape, setting: Setting) -> None:
-    """Prints a published model's cache, and its size under every method."""
+    """Prints the table of a published model: its own mechanism, and every method applied to it."""
     rows = methods.rows(shape)
     itemsize = jnp.dtype(setting.dtype).itemsize
     weights = shape.weight_bytes or itemsize * shape.parameters
@@ -118,7 +131,11 @@ def print_model(out: Output, shape: Shape, setting: Setting) -> None:
 
 
 def _about(shape: Shape, own: dict, context: int) -> list[str]:
-    """Returns lines on a model: its layers and its cache."""
+    """Returns lines that describe a published model's layers and cache.
+
+    Args:
+      own: figures of the model's own mechanism.
+    """
     first, family = shape.layers[0], f" ({shape.family})" if shape.family else ""
     heads = f"{first.num_heads} query heads"
     if first.latent:
@@ -136,12 +153,12 @@ def _about(shape: Shape, own: dict, context: int) -> list[str]:
     left_out = [f"{k} = {v}" for k, v in shape.defaults.items() if type(v) is int]
     if left_out:
         text = ", ".join(left_out)
-        lines.append(f"its config leaves out keys, which default to {shape.family}'s: {text}")
+        lines.append(f"its config leaves out keys, whose defaults in {shape.family} are: {text}")
     per_token = [f"{own['cache_bytes_per_token'][name]:,}" for name in DTYPES]
     per_sequence = [f"{n / 1e9:,.3f}" for n in own["cache_bytes"].values()]
     lines.append(
-        f"KV cache: {per_token[0]} bytes per token in bfloat16, {per_token[1]} in float32; of "
-        f"{context:,} tokens {per_sequence[0]} GB in bfloat16, {per_sequence[1]} in float32"
+        f"KV cache: {per_token[0]} bytes per token in bfloat16, {per_token[1]} in float32; "
+        f"{context:,} tokens take {per_sequence[0]} GB in bfloat16, {per_sequence[1]} in float32"
     )
     return lines
 
@@ -153,10 +170,10 @@ def _without_window(layer: Layer) -> Layer:
 def print_configs(
     out: Output, experiments: Sequence[config_lib.Experiment], setting: Setting
 ) -> list[dict]:
-    """Prints the table of several configs; returns its figures as JSON values.
+    """Prints the table of several configs; returns its figures, JSON-able.
 
     Args:
-      experiments: the user's config comes first; MHA of its sizes is added if no config is MHA.
+      experiments: the configs. If none is MHA, MHA with the sizes of the first one is added.
     """
     models = {experiment.name: experiment.model for experiment in experiments}
     mha = next((name for name, model in models.items() if _is_mha(model)), "")
@@ -215,7 +232,7 @@ def _is_mha(model: TransformerConfig) -> bool:
 
 
 def _as_mha(model: TransformerConfig) -> TransformerConfig:
-    """Returns the model with MHA of as many heads in every layer."""
+    """Returns the model with its attention replaced by MHA with equally many heads."""
     mechanisms = tuple(
         dataclasses.replace(named.mha(m.num_heads, head_dim=m.value_dim), qk_norm=m.qk_norm)
         for m in model.mechanisms

@@ -1,6 +1,4 @@
-"""Costs of a model from its shapes: parameters, cache bytes, FLOPs, decoding time.
-
-    python -m kvjax.costs --config=configs/lrkv_2p5b.py    # prints tables
+"""Formulas for a model's parameters, cache bytes, FLOPs and decoding time, given its shapes.
 
 Bytes are logical: array sizes without tiling, padding and copies.
 """
@@ -19,7 +17,7 @@ from kvjax.model import parameters as parameter_lib
 from kvjax.model.config import TransformerConfig
 
 COMPONENTS = ("embedding", "attention", "mlp", "norm", "head")
-# Share of a device's memory left for activations, temporaries and the runtime, as vLLM's default.
+# Share of a device's memory left for activations, temporaries and the runtime: vLLM's default.
 RESERVE = 0.1
 
 
@@ -66,9 +64,9 @@ def chip_cache_bytes_per_token(
     """Returns the cache bytes per token on the chip that stores the most.
 
     Args:
-      by: "tokens": every chip stores an equal share. "heads": query heads are sharded, and a chip
-        stores the KV heads, bases and latents that its heads read; arrays that all heads read (an
-        LRKV base, an MLA latent) are replicated.
+      by: "tokens": every chip stores an equal share of the tokens. "heads": query heads are
+        sharded, and a chip stores the KV heads, bases and latents that its query heads read. An
+        array that all heads read (an LRKV base, an MLA latent) is replicated.
     """
     if by == "tokens":
         return cache_bytes_per_token(config, dtype, bits) / chips
@@ -82,7 +80,7 @@ def chip_cache_bytes_per_token(
 
 
 def _bytes_on_chip(mechanism, dtype: jnp.dtype, bits: int | None, chip: int, chips: int) -> int:
-    """Returns the bytes per token and layer that a chip's heads read."""
+    """Returns the bytes of a token's entry in one layer that a chip's heads read."""
     first, end = (i * mechanism.num_heads // chips for i in (chip, chip + 1))
     if first == end:
         return 0
@@ -122,8 +120,8 @@ def matrix_weights(config: TransformerConfig, *, decoding: bool = False) -> dict
 def training_flops_per_token(config: TransformerConfig, sequence_length: int) -> int:
     """Returns FLOPs per token of forward and backward pass, 2 per multiply-add, without remat.
 
-    Attention counts all T keys, causal or not, as nanochat and PaLM do; a causal kernel needs half
-    of that part (`causal_share`).
+    Attention counts all T keys, as in nanochat and PaLM, even if the mask is causal. A causal
+    kernel computes half of attention's FLOPs; see `causal_share`.
     """
     matmul = sum(matrix_weights(config).values())
     attention = sum(
@@ -133,7 +131,7 @@ def training_flops_per_token(config: TransformerConfig, sequence_length: int) ->
 
 
 def causal_share(config: TransformerConfig, sequence_length: int) -> float:
-    """Returns the share of the training FLOPs that remains under a causal mask."""
+    """Returns the ratio of training FLOPs with a causal kernel to those with all T keys."""
     all_keys = training_flops_per_token(config, sequence_length)
     return training_flops_per_token(config, sequence_length // 2) / all_keys
 
@@ -149,8 +147,8 @@ class DecodeCost:
     length: int
     weight_flops_per_token: int
     attention_flops_per_token: int
-    weight_bytes: int  # every weight once per step, but only the used rows of embedding tables
-    cache_bytes: int  # caches of all sequences, once per step
+    weight_bytes: int  # read per step: every weight, but of embedding tables only the rows in use
+    cache_bytes: int  # read per step: the caches of all sequences
 
     @property
     def flops_per_token(self) -> int:
@@ -172,7 +170,10 @@ class DecodeCost:
         return self.batch * self.flops_per_token / self.bytes
 
     def seconds(self, device: Device) -> float:
-        """Returns the roofline bound of a step on one chip: bytes / bandwidth or FLOPs / peak."""
+        """Returns the roofline's lower bound of a step's time on one chip.
+
+        That is the larger of bytes / bandwidth and FLOPs / peak.
+        """
         flops = self.batch * self.flops_per_token
         return max(self.bytes / device.bandwidth, flops / device.bf16_flops)
 
@@ -187,10 +188,10 @@ def decode_cost(
 ) -> DecodeCost:
     """Returns the costs of a decode step with weights in `dtype`.
 
-    The cache is in `dtype` too, or quantised to `cache_bits`; FLOPs are without dequantising. Each
-    query attends to `length` keys, or to fewer in layers with a sliding window.
+    The cache is in `dtype` too, or quantised to `cache_bits`; dequantisation is not counted. Each
+    query attends to `length` keys; in a layer with a shorter sliding window, to the window.
     """
-    seen = [min(length, kind.window or length) for _, kind in config.layers]  # keys, by layer
+    keys_by_layer = [min(length, kind.window or length) for _, kind in config.layers]
     flops = [mechanism.decode_flops(kind.rope_base) for mechanism, kind in config.layers]
     # Elements of the embedding tables, and elements of the rows that a step reads from them.
     tables = parameters(config)["embedding"]
@@ -203,13 +204,15 @@ def decode_cost(
         length=length,
         weight_flops_per_token=2 * sum(matrix_weights(config, decoding=True).values()),
         attention_flops_per_token=round(
-            sum(f.per_query + keys * f.per_key for f, keys in zip(flops, seen, strict=True))
+            sum(
+                f.per_query + keys * f.per_key for f, keys in zip(flops, keys_by_layer, strict=True)
+            )
         ),
         weight_bytes=weight_bytes(config, dtype) - (tables - rows) * dtype.itemsize,
         cache_bytes=batch
         * sum(
             keys * entry_bytes(quantized.entry_of(mechanism, cache_bits), dtype)
-            for mechanism, keys in zip(config.mechanisms, seen, strict=True)
+            for mechanism, keys in zip(config.mechanisms, keys_by_layer, strict=True)
         ),
     )
 
@@ -227,6 +230,6 @@ def largest_batch(
     device: Device,
     cache_bits: int | None = None,
 ) -> int:
-    """Returns how many caches of `length` tokens fit one chip next to the weights and RESERVE."""
+    """Returns how many caches of `length` tokens fit on one chip beside the weights and RESERVE."""
     free = math.floor((1 - RESERVE) * device.hbm_bytes) - weight_bytes(config, dtype)
     return max(0, free // (length * cache_bytes_per_token(config, dtype, cache_bits)))

@@ -1,4 +1,4 @@
-"""Layers of a published model that cache keys and values, and their windows."""
+"""Finds which layers of a published model cache keys and values, and which have a window."""
 
 from kvjax.published.config import PublishedConfig
 
@@ -43,7 +43,7 @@ def kinds(c: PublishedConfig, count: int) -> list[str]:
     family = c.values.get("model_type")
     recurrent = [key for key in c.values if key.startswith(_RECURRENT)]
     if recurrent and family != "falcon_h1":  # falcon_h1 has attention in every layer, too
-        raise c.error(recurrent[0], "layer_types is missing: which layers have keys and values?")
+        raise c.error(recurrent[0], "needs layer_types, to tell which layers have keys and values")
     return _windows(c, count)
 
 
@@ -68,5 +68,5 @@ def _windows(c: PublishedConfig, count: int) -> list[str]:
     context = c.values.get("max_position_embeddings")
     covers_context = type(context) is int and c.integer("sliding_window") >= context
     if not covers_context and c.values.get("model_type") not in _WINDOW_IN_ALL:
-        raise c.error("sliding_window", "layer_types is missing: which layers have the window?")
+        raise c.error("sliding_window", "needs layer_types, to tell which layers have the window")
     return [sliding] * count

@@ -1,6 +1,7 @@
-"""A published model's KV cache under every method: one row per mechanism, all layers changed alike.
+"""Computes the KV cache that a published model would have with another attention mechanism.
 
-Bytes are those of kvjax's cache entries, `formulas.entry_bytes`. A layer with a window keeps it.
+There is one row per mechanism, which replaces the attention of all layers. Layers keep their
+windows. Bytes are those of kvjax's cache entries (`formulas.entry_bytes`).
 """
 
 from collections import Counter
@@ -21,12 +22,13 @@ from kvjax.foundation.errors import UserError
 from kvjax.hardware.datasheets import Device
 
 TRANSMLA = ((512, 64), (256, 64))  # latent and RoPE key of TransMLA's conversions (2502.07864)
-# MHA2MLA's conversions (2502.14837): a latent of H/2, H/4 or H/8 channels and H/8 rotated ones per
-# KV head.
+# MHA2MLA's conversions (2502.14837) have, per KV head, H/2, H/4 or H/8 channels in the latent and
+# H/8 in the RoPE key.
 MHA2MLA, MHA2MLA_ROPE = (2, 4, 8), 8
 _BFLOAT16 = jnp.dtype(jnp.bfloat16)
 
-Make = Callable[[Layer], MechanismConfig | None]  # None: the layer has no such mechanism
+# Returns the mechanism that replaces a layer's attention; None if the layer's sizes rule it out.
+Make = Callable[[Layer], MechanismConfig | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,13 +37,14 @@ class Row:
 
     Attributes:
       layers: ((mechanism, window), number of layers that have both); window 0: none.
-      more: (elements per token, window) of each layer's indexer, cached beside the entry.
+      indexers: (elements per token, window) of each layer's indexer, which caches them beside the
+        entry.
       own: True for the published model's own mechanism.
     """
 
     name: str
     layers: tuple[tuple[tuple[MechanismConfig, int], int], ...]
-    more: tuple[tuple[int, int], ...] = ()
+    indexers: tuple[tuple[int, int], ...] = ()
     own: bool = False
 
     def cache_bytes(self, dtype: jnp.dtype, tokens: int = 1, bits: int | None = None) -> int:
@@ -54,24 +57,25 @@ class Row:
         for (mechanism, window), count in self.layers:
             cached, entry = min(tokens, window or tokens), quantized.entry_of(mechanism, bits)
             total += count * cached * formulas.entry_bytes(entry, dtype)
-        for elements, window in self.more:
+        for elements, window in self.indexers:
             total += min(tokens, window or tokens) * elements * dtype.itemsize
         return total
 
-    def tokens(self, context: int, dtype: jnp.dtype, room: int, bits: int | None = None) -> int:
-        """Returns how many tokens fit `room` bytes, in sequences of `context`."""
-        return max(0, room * context // self.cache_bytes(dtype, context, bits))
+    def tokens(self, context: int, dtype: jnp.dtype, size: int, bits: int | None = None) -> int:
+        """Returns how many tokens fit into `size` bytes, in sequences of `context` tokens."""
+        return max(0, size * context // self.cache_bytes(dtype, context, bits))
 
 
-def room(device: Device, chips: int, weight_bytes: int) -> int:
-    """Returns the bytes that chips have for caches beside the weights and RESERVE."""
+
+def free_bytes(device: Device, chips: int, weight_bytes: int) -> int:
+    """Returns the memory of chips that is left for caches beside the weights and RESERVE."""
     return math.floor((1 - formulas.RESERVE) * device.hbm_bytes) * chips - weight_bytes
 
 
 def rows(shape: Shape) -> list[Row]:
-    """Returns MHA's row, the model's own, and rows of the methods that its sizes allow.
+    """Returns rows for MHA, the model's own mechanism, and every other one that its sizes allow.
 
-    Methods whose cache is larger than MHA's are left out.
+    Mechanisms with a larger cache than MHA's are left out, except for the model's own.
     """
     result = []
     for name, make, own in _methods(shape):
@@ -82,26 +86,27 @@ def rows(shape: Shape) -> list[Row]:
         if None in mechanisms:
             continue
         counts = Counter(zip(mechanisms, (layer.window for layer in shape.layers), strict=True))
-        more = ()
-        if own:
-            more = tuple((x.indexer, x.window) for x in shape.layers if x.indexer)
-        row = Row(name, tuple(counts.items()), more, own)
+        indexers = tuple((x.indexer, x.window) for x in shape.layers if own and x.indexer)
+        row = Row(name, tuple(counts.items()), indexers, own)
         if not result or own or row.cache_bytes(_BFLOAT16) <= result[0].cache_bytes(_BFLOAT16):
             result.append(row)
     return result
 
 
 def _methods(shape: Shape) -> Iterator[tuple[str, Make, bool]]:
-    """Yields (name, maker of a layer's mechanism, True for the model's own).
-
-    Names have the sizes of the first layer.
-    """
+    """Yields (name with the first layer's sizes, `Make`, True for the model's own mechanism)."""
     first = shape.layers[0]
     K, H, N = first.kv_heads, first.key_dim, first.num_heads
     norm = "rms_gain" if shape.normed_keys else "none"
 
     def grouped(heads: int | None = None, *, bases=None, rank=1.0, key=1.0, tie="none") -> Make:
-        """Makes GQA and its relatives: `heads` KV heads (0: N; None: K); rank, key: shares of H."""
+        """Makes GQA, MQA, LRKV, thin keys or Q-K=V.
+
+        Args:
+          heads: KV heads; 0: N; None: the layer's own K.
+          bases: bases of LRKV; None: no residuals.
+          rank, key: rank of the residuals and channels of a key, over the layer's H.
+        """
 
         def make(layer: Layer) -> MechanismConfig:
             kv_heads = layer.kv_heads if heads is None else heads or layer.num_heads

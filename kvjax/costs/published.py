@@ -1,4 +1,4 @@
-"""Opens a published model's config.json, or the header of a GGUF file, for its costs."""
+"""Reads a published model's shape from its config.json, or from the header of a GGUF file."""
 
 from collections.abc import Mapping
 import os
@@ -55,7 +55,7 @@ def _read(model: str) -> Shape:
 
 
 def _weights(folder: epath.Path) -> list[epath.Path]:
-    """Returns the safetensors in a folder."""
+    """Returns the safetensors files in a folder; broken links are left out."""
     return [path for path in matching_entries(folder, "*.safetensors") if path.exists()]
 
 

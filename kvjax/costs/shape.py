@@ -1,9 +1,10 @@
 """Reads the attention of a published model, layer by layer, from the keys of its config.json.
 
-Only common keys are needed, so families that kvjax cannot import are read, too. Errors name missing
-keys; defaults are those of transformers' configuration classes.
+It needs only keys that most families have, so it also reads families that kvjax cannot import. Keys
+that a config leaves out have the defaults of transformers' configuration classes.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 import dataclasses
 
@@ -19,9 +20,9 @@ class Layer:
     Attributes:
       num_heads, kv_heads: N query heads, which read K KV heads.
       key_dim, value_dim: channels of a head's key and value.
-      window: tokens that its cache keeps, at most; 0: all.
-      latent, rope_key: channels of an MLA layer's latent and shared RoPE key; 0: no MLA.
-      indexer: channels of an indexer's key (sparse attention of DeepSeek V3.2); 0: none.
+      window: number of latest tokens that the cache keeps; 0: all tokens.
+      latent, rope_key: channels of the latent and of the shared RoPE key, for MLA; else 0.
+      indexer: channels of the key of DeepSeek V3.2's indexer (sparse attention); 0: no indexer.
     """
 
     num_heads: int
@@ -39,13 +40,13 @@ class Shape:
     """Sizes that a model's KV cache depends on.
 
     Attributes:
-      layers: those that cache keys and values.
-      others: how many layers cache nothing per token, by kind.
-      context: context length that the model was made for; 0: its config does not say.
+      layers: the layers that cache keys and values.
+      others: number of layers without a cache of their own, by kind.
+      context: the model's context length; 0 if the config does not give it.
       normed_keys: True if keys are normed per head.
-      parameters: their number; 0 if the config does not determine it.
+      parameters: number of parameters; 0 if the config does not determine it.
       weight_bytes: size of the weight files beside the config; 0: there are none.
-      defaults: keys that the config leaves out, with the family's values.
+      defaults: keys that the config leaves out, with the family's defaults.
     """
 
     name: str
@@ -63,7 +64,7 @@ def of_config(values: Mapping, source: str, *, name: str = "", weight_bytes: int
     """Returns the shape that the keys of a config.json describe.
 
     Args:
-      values: config.json, also of a model of texts and images, whose text_config is read.
+      values: contents of config.json. Of a multimodal model, the section of its text model is read.
       source: the config's file, for messages.
     """
     for section in _SECTIONS:
@@ -83,25 +84,26 @@ def of_config(values: Mapping, source: str, *, name: str = "", weight_bytes: int
     c = PublishedConfig(values | defaults, source)
     _check(c)
     kinds = layer_kinds.kinds(c, c.integer("num_hidden_layers"))
-    layers, others = [], {}
+    layers, others = [], Counter()
     shared = c.get("num_kv_shared_layers", int, 0)
     for i, kind in enumerate(kinds):
         kv_heads = _kv_heads(c, i, kind)
         if kind not in layer_kinds.WINDOWS or not kv_heads:
-            others[kind] = others.get(kind, 0) + 1
+            others[kind] += 1
         elif i >= len(kinds) - shared:
-            others["shares another's"] = others.get("shares another's", 0) + 1
+            others["shares another layer's cache"] += 1
         else:
             layers.append(_layer(c, i, kind, kv_heads))
     if not layers:
         raise UserError(f"{source}: no layer has keys and values: {', '.join(others)}")
+    has_context = type(c.values.get("max_position_embeddings")) is int
     normed = any(c.values.get(key) is True for key in _NORM_KEYS)
     return Shape(
         name=name or source,
         family=family,
         layers=tuple(layers),
         others=others,
-        context=c.integer("max_position_embeddings", 0) if _has_context(c) else 0,
+        context=c.integer("max_position_embeddings") if has_context else 0,
         normed_keys=normed or family.startswith(_NORMED),
         parameters=_parameters(c, layers, len(kinds)),
         weight_bytes=weight_bytes,
@@ -121,7 +123,8 @@ _ALIASES = dict(
     layer_types=("layers_block_type",),
     sliding_window_pattern=("_sliding_window_pattern",),
 )
-# Defaults of transformers' classes that break the rule (for example: as many KV heads as heads).
+# Defaults of transformers' classes where they differ from those of most families (most have, for
+# example, as many KV heads as query heads).
 _GEMMA3 = dict(
     hidden_size=2304,
     num_hidden_layers=26,
@@ -160,11 +163,11 @@ _NORM_KEYS = ("qk_norm", "qk_layernorm", "use_qk_norm")
 
 
 def _check(c: PublishedConfig) -> None:
-    """Raises a UserError for configs whose cache depends on other keys than the common ones."""
+    """Raises a UserError for configs whose cache depends on keys that are not read here."""
     if c.flag("is_encoder_decoder", False):
-        raise c.error("is_encoder_decoder", "must be false: a decoder alone has one cache")
+        raise c.error("is_encoder_decoder", "must be false: only decoders are supported")
     if c.values.get("model_type") == "longcat_flash":
-        raise c.error("model_type", "has two attentions in a layer, which no key says")
+        raise c.error("model_type", "is not supported: its layers have two attentions each")
     known = {"num_key_value_heads", "num_kv_shared_layers", *_ALIASES["num_key_value_heads"]}
     for key in c.values:
         if "kv" in key and "head" in key and key not in known:
@@ -172,7 +175,7 @@ def _check(c: PublishedConfig) -> None:
 
 
 def _per_layer(c: PublishedConfig, key: str, i: int, default: int | None = None) -> int:
-    """Returns a key's number for layer i; a list has one number, which may be 0, per layer."""
+    """Returns a key's number for layer i. Its value is one number, or a list that may contain 0."""
     value = c.values.get(key)
     if isinstance(value, list):
         if i >= len(value) or type(value[i]) is not int or value[i] < 0:
@@ -221,21 +224,17 @@ def _layer(c: PublishedConfig, i: int, kind: str, kv_heads: int) -> Layer:
     else:
         width = c.integer("hidden_size")
         if width % heads:
-            raise c.error("hidden_size", f"head_dim is missing, and {heads} heads do not divide it")
+            raise c.error("hidden_size", f"without head_dim, must be divisible by {heads} heads")
         head_dim = width // heads
     value_dim = c.integer("v_head_dim") if "v_head_dim" in c.values else head_dim
     return Layer(**shape, key_dim=head_dim, value_dim=value_dim)
-
-
-def _has_context(c: PublishedConfig) -> bool:
-    return type(c.values.get("max_position_embeddings")) is int
 
 
 _GATED = ("silu", "swish")
 
 
 def _parameters(c: PublishedConfig, layers: list[Layer], count: int) -> int:
-    """Counts the parameters of a dense model with a gated MLP; 0 for others or without the keys."""
+    """Returns the number of parameters of a dense model with gated MLPs; 0 for other models."""
     sizes = [c.values.get(key) for key in ("hidden_size", "intermediate_size", "vocab_size")]
     is_gated = c.values.get("hidden_act") in _GATED and len(layers) == count
     if not is_gated or any("expert" in key for key in c.values) or layers[0].latent:

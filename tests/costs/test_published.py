@@ -217,14 +217,14 @@ def without(config, *keys):
         (without(SMOLLM2, "hidden_size"), "hidden_size is missing"),
         (without(DEEPSEEK_V3, "qk_rope_head_dim"), "qk_rope_head_dim is missing"),
         (without(DEEPSEEK_V3, "v_head_dim"), "v_head_dim is missing"),
-        (SLIDING, "sliding_window = 10: layer_types is missing"),
+        (SLIDING, "sliding_window = 10: needs layer_types"),
         (dict(PLAIN, layer_types=["sliding_attention"] * 4), "sliding_window is missing"),
         (dict(PLAIN, layer_types=["full"] * 4), "must be 4 of full_attention, attention"),
-        (dict(PLAIN, mamba_d_state=2), "mamba_d_state = 2: layer_types is missing"),
+        (dict(PLAIN, mamba_d_state=2), "mamba_d_state = 2: needs layer_types"),
         (dict(PLAIN, n_kv_head=2), "n_kv_head = 2: is unknown; kvjax reads num_key_value_heads"),
         (dict(LLAMA, num_key_value_heads=5), "must divide num_attention_heads = 32"),
         (dict(LLAMA, num_attention_heads="32"), "num_attention_heads = '32' is a str"),
-        (dict(PLAIN, is_encoder_decoder=True), "a decoder alone has one cache"),
+        (dict(PLAIN, is_encoder_decoder=True), "only decoders are supported"),
         (dict(PLAIN, layer_types=["mamba"] * 4), "no layer has keys and values: mamba"),
     ],
 )
@@ -251,12 +251,12 @@ def test_a_gguf_file_costs_what_its_folder_does(tmp_path):
 def test_tokens_that_fit_are_those_whose_cache_fits():
     device, context = datasheets.get("h100"), 10_000
     rows = methods.rows(of_config(GEMMA3, "config.json"))
-    room = methods.room(device, 2, 10**9)
-    assert room == 2 * 72 * 10**9 - 10**9
+    size = methods.free_bytes(device, 2, 10**9)
+    assert size == 2 * 72 * 10**9 - 10**9
     for row in rows:
-        tokens = row.tokens(context, BFLOAT16, room)
+        tokens = row.tokens(context, BFLOAT16, size)
         mean = row.cache_bytes(BFLOAT16, context) / context  # per token; windows make it smaller
-        assert room - mean < tokens * mean <= room and mean < row.cache_bytes(BFLOAT16)
+        assert size - mean < tokens * mean <= size and mean < row.cache_bytes(BFLOAT16)
     assert rows[0].tokens(context, BFLOAT16, -5) == 0
 
 
@@ -283,12 +283,15 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     command.main([f"--model={local}", "--context=10", "--json"])
     assert json.loads(capsys.readouterr().out)["rows"][1]["cache_bytes"]["float32"] == 2_621_440
     for other, message in (
-        ("--batch=2", "--batch: is for configs; --model="),
-        ("--config=lrkv_tiny", "--config: is for configs"),
-        ("--config.model.num_layers=2", "--config.model.num_layers: is for configs"),
+        ("--batch=2", "--batch: cannot be combined with --model="),
+        ("--config=lrkv_tiny", "--config: cannot be combined with --model"),
+        (
+            "--config.model.num_layers=2",
+            "--config.model.num_layers: cannot be",
+        ),
     ):
         with pytest.raises(UserError, match=message):
             command.main([f"--model={local}", other])
     (local / "config.json").write_text(json.dumps(without(LLAMA, "max_position_embeddings")))
-    with pytest.raises(UserError, match="--context is missing: .* does not say its own"):
+    with pytest.raises(UserError, match="--context is missing: .* gives no context length"):
         command.main([f"--model={local}"])
