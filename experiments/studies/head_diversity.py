@@ -68,7 +68,7 @@ def check(runs: Iterable[grid.Run], folder: epath.Path) -> None:
 def run(training: grid.Run, folder: epath.Path) -> Run:
     """Trains and measures a run, unless both are done by the current code."""
     workdir = folder / training.name
-    if not runs_lib.is_whole(training, folder):
+    if not runs_lib.is_finished(training, folder):
         grid.begin(training, workdir)
         with contextlib.redirect_stdout(sys.stderr):
             loop.train(training.config, workdir)

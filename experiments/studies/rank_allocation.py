@@ -105,7 +105,7 @@ def workdir(folder: epath.Path, seed: int) -> epath.Path:
     run = Run(cell, seed, study.steps)
     name = run.name
     folder_of_run = folder / name
-    if not runs_lib.is_whole(run, pathlib.Path(folder)):
+    if not runs_lib.is_finished(run, pathlib.Path(folder)):
         state = "an unfinished" if folder_of_run.exists() else "no"
         raise UserError(
             f"--runs = {folder}: has {state} {name}; `python -m "

@@ -1,1 +1,1 @@
-"""Trains grids of runs: values of config keys, times seeds."""
+"""Trains grids of runs: every combination of values of config keys, with several seeds."""

@@ -1,14 +1,14 @@
-"""Trains a grid of runs: values of config keys, times seeds.
+"""Trains a grid of runs: every combination of values of config keys, with several seeds.
 
     python -m kvjax.sweep configs/lrkv_tiny.py --set attention.rank=16,32,64 --seeds=3
     python -m kvjax.sweep configs/lrkv_tiny.py configs/mha_tiny.py --seeds=3 --out=runs/sweep/two
     python -m kvjax.sweep configs/lrkv_tiny.py --set attention.rank=16,32 --plan  # trains nothing
 
-Each run has a workdir in --out, as rank=16_seed=0, and beside it a file with its output. Overrides
-for all runs are given as --config.train.num_steps=100. On CPUs runs are trained side by side, each
-on cores of its own; on an accelerator one after the other. Ctrl-C, SIGTERM and SIGHUP stop all runs
-after saving; the same command resumes them, and repeats runs that failed. At the end it prints the
-table of kvjax.compare: means and 95 % intervals over seeds.
+Each run has a workdir in --out, such as rank=16_seed=0, and writes its output to rank=16_seed=0.log
+beside it. An option such as --config.train.num_steps=100 applies to all runs. On CPUs, runs are
+trained side by side, each on its own cores; on an accelerator, one after the other. Ctrl-C, SIGTERM
+and SIGHUP stop all runs after they have saved. The same command continues them, and trains failed
+runs again. At the end it prints the table of kvjax.compare: means and 95 % intervals over seeds.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_output()
     add = parser.add_argument
     add("configs", nargs="*", metavar="CONFIG", help="config files, or FILE.py:VARIANT")
-    text = "a config key and its values; may be repeated for other keys"
+    text = "a config key and its values; may be repeated, once per key"
     add("--set", action="append", default=[], metavar="KEY=VALUE,...", help=text)
     add("--seeds", type=int, default=1, help="runs per combination, with seeds from 0 (1)")
     add("--out", default="", help="folder of the workdirs (runs/sweep/CONFIG)")
@@ -55,10 +55,12 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     if options.processes is not None:
         between("--processes", options.processes, 1, 1000)
     if not options.configs:
-        raise UserError("no config is given: give one, as configs/lrkv_tiny.py")
+        raise UserError("no config is given: give one, such as configs/lrkv_tiny.py")
     options.configs = [pathlib.Path(os.path.expanduser(name)) for name in options.configs]
     if not options.out and len(options.configs) > 1:
-        raise UserError("--out is missing: give a folder for several configs, as runs/sweep/two")
+        raise UserError(
+            "--out is missing: several configs need a folder for their runs, such as runs/sweep/two"
+        )
     return options
 
 
@@ -102,7 +104,7 @@ def _shown(path: pathlib.Path) -> str:
 
 
 def _platform() -> str:
-    """Returns JAX's platform, from another process: this one must not hold an accelerator."""
+    """Returns JAX's platform. Another process finds it, so that this one holds no accelerator."""
     if os.environ.get("JAX_PLATFORMS") == "cpu":
         return "cpu"
     with progress.waiting("looking for accelerators"):
@@ -123,8 +125,8 @@ def _processes(requested: int | None, platform: str, runs: int) -> int:
     if requested and requested > 1 and not shared:
         remedy = f" (or set {_SHARED_GPU}=false)" if platform == "gpu" else ""
         raise UserError(
-            f"--processes = {requested}: must be 1 on a {platform}, which one run takes "
-            f"whole{remedy}"
+            f"--processes = {requested}: must be 1 on a {platform}, since a run takes all of its "
+            f"memory{remedy}"
         )
     return min(requested or 1, runs)
 
@@ -133,7 +135,7 @@ def _check_folder(runs: Sequence[Run], folder: pathlib.Path, platform: str) -> N
     """Raises a UserError if a run's workdir has checkpoints of another config."""
     for run in runs:
         experiment = run.experiment
-        if not experiment.train.num_steps:  # one epoch: training checks once it knows the length
+        if not experiment.train.num_steps:  # one epoch of unknown length: training checks it later
             continue
         dtype = experiment.compute.resolve(platform, experiment.model.block.num_layers).dtype
         try:
@@ -149,12 +151,12 @@ def _plan(
     guess: float | None,
     out: Output,
 ) -> dict:
-    """Prints and returns the runs, their states and their estimated times."""
+    """Prints and returns each run's state and the time that it still needs."""
     left, rows = runs_lib.seconds_left(runs, folder, guess), []
     for run in runs:
         done, total = runs_lib.steps_done(run, folder), run.experiment.train.num_steps
         state = f"step {done:,} of {total:,}" if done else "to train"
-        state = "finished" if runs_lib.is_whole(run, folder) else state
+        state = "finished" if runs_lib.is_finished(run, folder) else state
         rows.append(dict(run=run.name, state=state, seconds=(left or {}).get(run.name)))
     cells = [(r["run"], r["state"], _duration(r["seconds"])) for r in rows]
     out.table(("run", "state", "takes about"), cells)
@@ -171,7 +173,7 @@ def _duration(seconds: float | None) -> str:
 def _train(
     runs: Sequence[Run], folder: pathlib.Path, processes: int, guess: float | None
 ) -> dict[str, str]:
-    """Trains unfinished runs, and prints how each ends; returns failures by name."""
+    """Trains unfinished runs and prints the result of each; returns reasons of failures by name."""
     failed, ended = {}, 0
     options = dict(processes=processes, guess=guess)
     with contextlib.closing(runs_lib.train(runs, folder, **options)) as trained:
@@ -186,7 +188,7 @@ def _train(
 
 
 def _table(runs: Sequence[Run], folder: pathlib.Path, out: Output) -> list[Mapping]:
-    """Prints the table of kvjax.compare; returns its rows, [] without a finished run."""
+    """Prints kvjax.compare's table of the finished runs; returns its rows."""
     workdirs = [(run.name, epath.Path(folder / run.name)) for run in runs]
     finished, skipped = compare_lib.read(workdirs, running=False)
     reasons = {run.name: run.why for run in skipped} | compare_lib.incomparable(finished)

@@ -1,9 +1,10 @@
-"""Replaces itself by a command that runs on given cores and ends with the parent process.
+"""Runs a command on given cores; the command ends if its parent process does.
 
     python -I -S child.py PARENT CORES COMMAND...    # CORES: 0,2,4; empty: all
 
-On Linux the kernel sends SIGTERM to the command when the thread that started it is gone, even if it
-was killed. Standard library only: this runs before each command.
+This process becomes the command. On Linux, the kernel sends SIGTERM to the command when the thread
+that started it ends, even if that thread was killed. Imports only the standard library, to start
+fast.
 """
 
 import ctypes

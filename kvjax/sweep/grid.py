@@ -1,4 +1,4 @@
-"""Runs of a grid: every combination of values, with every seed."""
+"""Makes the runs of a grid: every combination of values, with every seed."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 import contextlib
@@ -24,14 +24,14 @@ _LONGEST_NAME = 200  # a file's name has at most 255 bytes
 _LONGEST_VALUE = 40
 _SEED = "train.seed"
 _RESERVED = {  # keys that the grid sets
-    _SEED: "a grid has seeds 0 to N - 1 with --seeds=N",
-    "name": "runs are named by what varies; --out names their folder",
+    _SEED: "give --seeds=N for the seeds 0 to N - 1",
+    "name": "runs are named after the values that vary; give --out to name their folder",
 }
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class GridRun(Run):
-    """A run of a grid; its name has the values of the keys that vary, and the seed."""
+    """A run of a grid, named after the values of the keys that vary and its seed."""
 
     name: str
     config: ml_collections.ConfigDict
@@ -39,10 +39,10 @@ class GridRun(Run):
 
 
 def axes(texts: Sequence[str]) -> dict[str, list[str]]:
-    """Returns the values of each key, from texts as "attention.rank=16,32".
+    """Returns the values of each key, given texts such as "attention.rank=16,32".
 
     Raises:
-      UserError: no key or no value; a key that is given twice, or is not for --set.
+      UserError: a text without key or value, a key that is given twice, or one of `_RESERVED`.
     """
     values_by_key: dict[str, list[str]] = {}
     for text in texts:
@@ -50,7 +50,7 @@ def axes(texts: Sequence[str]) -> dict[str, list[str]]:
         key, equals, values = text.partition("=")
         key = key.removeprefix("config.")
         if not (key and equals):
-            raise UserError(f"--set {text}: give KEY=VALUE,..., as --set attention.rank=16,32")
+            raise UserError(f"--set {text}: give KEY=VALUE,..., such as --set attention.rank=16,32")
         if key in values_by_key:
             raise UserError(f"--set {key} is given twice: give all values at once, as {key}=1,2")
         if key in _RESERVED:
@@ -60,7 +60,7 @@ def axes(texts: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _split(text: str) -> Iterator[str]:
-    """Yields the values of a list; commas in brackets belong to a value, as in (8,16),(4,4)."""
+    """Yields the values of a list such as (8,16),(4,4); commas in brackets do not separate."""
     depth, begin = 0, 0
     for i, letter in enumerate(text):
         depth += (letter in "([{") - (letter in ")]}")
@@ -79,10 +79,13 @@ def runs(
     """Returns the runs: all combinations with seed 0, then with seed 1, ...
 
     Args:
-      fixed: overrides of all runs, as "--config.train.num_steps=100".
+      files: config files.
+      axes: values by key, see `axes`.
+      fixed: overrides of all runs, such as "--config.train.num_steps=100".
+      seeds: number of seeds.
 
     Raises:
-      UserError: an invalid config, key or value; too many runs, or two equal ones.
+      UserError: a config, key or value is invalid, there are too many runs, or two runs are equal.
     """
     for override in fixed:
         key = re.split("[ =]", override)[0].removeprefix(f"{PREFIX}.")
@@ -116,7 +119,7 @@ def runs(
 
 @contextlib.contextmanager
 def _naming_options(file: pathlib.Path, keys: Iterable[str]) -> Iterator[None]:
-    """Names the options of this command in errors of a config: FILE, --set KEY."""
+    """Replaces --config and --config.KEY in errors by this command's FILE and --set KEY."""
     try:
         yield
     except UserError as error:
@@ -128,13 +131,13 @@ def _naming_options(file: pathlib.Path, keys: Iterable[str]) -> Iterator[None]:
 
 
 def _short(keys: Sequence[str]) -> list[str]:
-    """Returns the last words of keys, or whole keys where the last words are equal."""
+    """Returns the last word of each key, or the whole key if keys share their last word."""
     last = [key.rpartition(".")[2] for key in keys]
     return [key if last.count(word) > 1 else word for key, word in zip(keys, last, strict=True)]
 
 
 def _clean(value: str) -> str:
-    """Returns a value for a folder's name; a digest replaces characters that do not fit."""
+    """Returns a value as part of a folder's name; a digest stands for characters that cannot be."""
     clean = re.sub(r"[^\w.+-]+", "-", value, flags=re.ASCII).strip("-")[:_LONGEST_VALUE]
     if clean == value:
         return value
@@ -142,7 +145,7 @@ def _clean(value: str) -> str:
 
 
 def _check_different(runs: Sequence[GridRun]) -> None:
-    """Raises a UserError for two runs that compute the same, or a name that is too long."""
+    """Raises a UserError if two runs compute the same, or if a run's name is too long."""
     names: dict[str, str] = {}  # config -> name of the first run with it
     for run in runs:
         if len(run.name) > _LONGEST_NAME:
@@ -151,6 +154,6 @@ def _check_different(runs: Sequence[GridRun]) -> None:
         first = names.setdefault(json.dumps(tree, sort_keys=True, default=str), run.name)
         if first != run.name:
             raise UserError(
-                f"{first} and {run.name} are the same run: give values of --set, and configs, that "
-                "differ in what is computed"
+                f"{first} and {run.name} are the same computation: leave out one of the configs or "
+                "values of --set"
             )

@@ -1,4 +1,4 @@
-"""Runs commands side by side, each on cores of its own; none outlives this process."""
+"""Runs commands side by side, each on its own cores. No command outlives this process."""
 
 from collections.abc import Iterable, Iterator, Sequence
 import dataclasses
@@ -26,17 +26,16 @@ class Job:
 
 
 def run(jobs: Iterable[Job], parallel: int) -> Iterator[tuple[Job, str]]:
-    """Runs `parallel` jobs at a time; call it in the main thread.
+    """Runs up to `parallel` jobs at a time; must be called in the main thread.
 
-    Ctrl-C, SIGTERM and SIGHUP are passed on as SIGTERM, and this process exits with
-    `distributed.STATUS` when its jobs have ended. A second signal ends this process and its jobs
-    immediately.
+    Ctrl-C, SIGTERM and SIGHUP are passed on to the jobs as SIGTERM. When the jobs have ended, this
+    process exits with `distributed.STATUS`. A second signal ends this process and its jobs at once.
 
     Args:
-      jobs: consumed one by one, each when it can start.
+      jobs: an iterator is advanced only when a job can start.
 
     Yields:
-      Each job when it has ended, and the reason of its failure in one line, or "".
+      Each job when it has ended, with one line on its failure, or "" if it succeeded.
     """
     free, waiting, running = shares(parallel), iter(jobs), {}
     interruption = distributed.Interruption()
@@ -63,13 +62,13 @@ def run(jobs: Iterable[Job], parallel: int) -> Iterator[tuple[Job, str]]:
 
 
 def shares(count: int) -> list[set[int]]:
-    """Divides this process's cores into sets; they are empty if the system reports no cores."""
+    """Divides this process's cores into `count` sets; empty sets if the system reports no cores."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     return [set(cores[i::count]) or set(cores) for i in range(count)]
 
 
 def _start(job: Job, cores: set[int]) -> subprocess.Popen:
-    """Starts a job in a process group of its own, which a terminal's Ctrl-C does not reach."""
+    """Starts a job in its own process group, so that a terminal's Ctrl-C does not reach it."""
     command_line.say(f"{job.name}: begins")
     launcher = [sys.executable, "-I", "-S", child.__file__, str(os.getpid())]
     with job.log.open("a") as log:
@@ -92,7 +91,7 @@ def _stop(processes: Sequence[subprocess.Popen]) -> None:
 
 
 def _failure(status: int, log: pathlib.Path) -> str:
-    """Returns how a job failed in one line, or ""."""
+    """Returns one line on a job's failure, or "" if it succeeded."""
     if not status:
         return ""
     cause = signal.Signals(-status).name if status < 0 else f"status {status}"

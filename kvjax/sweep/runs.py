@@ -1,6 +1,5 @@
-"""Training runs with workdirs in one folder: trains the unfinished ones, estimates their time."""
+"""Trains runs whose workdirs lie in one folder, and estimates the time that they take."""
 
-import abc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import functools
@@ -17,11 +16,11 @@ from kvjax.foundation import command_line, progress
 from kvjax.sweep import processes as processes_lib
 from kvjax.workdir import checkpoint, metrics, storage, trained
 
-GUESS = 60e9  # FLOP/s to assume of a run on a CPU, before any run has begun
+GUESS = 60e9  # FLOP/s that a run on a CPU is assumed to reach, before any run has begun
 
 
-class Run(abc.ABC):
-    """A config and a name; its workdir is FOLDER/NAME.
+class Run:
+    """A training run, whose workdir is FOLDER/NAME. Subclasses define its attributes.
 
     Attributes:
       arguments: arguments of kvjax.main, without --workdir.
@@ -36,15 +35,19 @@ class Run(abc.ABC):
         return config_lib.resolve(self.config)
 
     @functools.cached_property
+    def flops_per_token(self) -> int:
+        e = self.experiment
+        return formulas.training_flops_per_token(e.model, e.data.sequence_length)
+
+    @property
     def flops(self) -> float:
         """FLOPs of the run's training, without its evaluations."""
         e = self.experiment
-        per_token = formulas.training_flops_per_token(e.model, e.data.sequence_length)
-        return per_token * e.tokens_per_step * e.train.num_steps
+        return self.flops_per_token * e.tokens_per_step * e.train.num_steps
 
 
 def curve(workdir: pathlib.Path) -> dict[int, float]:
-    """Returns bits per byte by step; {} for a run without evaluations."""
+    """Returns validation bits per byte by step; {} for a run without evaluations."""
     records = _records(workdir, metrics.METRICS)
     return {r["step"]: r["validation_bpb"] for r in records if "validation_bpb" in r}
 
@@ -60,9 +63,9 @@ def _median(workdir: pathlib.Path, key: str) -> float | None:
 
 
 def _wall_time_factor(workdir: pathlib.Path) -> float:
-    """Returns the time of steps, evaluations, saving and waiting, relative to that of steps alone.
+    """Returns a run's time with evaluations, saving and waiting for data, over that of steps alone.
 
-    1 for a run that has not recorded its goodput.
+    Returns 1 for a run that has not recorded its goodput.
     """
     records = [r for r in _records(workdir, metrics.TIMING) if r.get("goodput")]
     if not records:
@@ -80,10 +83,10 @@ def steps_done(run: Run, folder: pathlib.Path) -> int:
     return max(storage.steps(epath.Path(folder) / run.name / checkpoint.CHECKPOINTS), default=0)
 
 
-def is_whole(run: Run, folder: pathlib.Path) -> bool:
-    """Returns True if a run has its last evaluation and the checkpoint of that step."""
+def is_finished(run: Run, folder: pathlib.Path) -> bool:
+    """Returns True if a run has evaluated its last step and saved a checkpoint of it."""
     last, workdir = run.experiment.train.num_steps, epath.Path(folder) / run.name
-    if not last and (workdir / "config.json").exists():  # one epoch: the workdir has its length
+    if not last and (workdir / "config.json").exists():  # one epoch: its length is in the workdir
         last = trained.experiment_of(workdir).train.num_steps
     return last in curve(workdir) and steps_done(run, folder) == last
 
@@ -91,10 +94,10 @@ def is_whole(run: Run, folder: pathlib.Path) -> bool:
 def seconds_left(
     runs: Sequence[Run], folder: pathlib.Path, guess: float | None = GUESS
 ) -> dict[str, float] | None:
-    """Estimates the seconds that each unfinished run still needs, by name; None if unknown.
+    """Returns by name the estimated seconds that each unfinished run still needs; None if unknown.
 
-    Runs that have begun give the time to start, and the FLOP/s of steps with their share of
-    evaluating and saving.
+    The estimate uses the median startup time and the median FLOP/s, evaluations and saving
+    included, of the runs that have begun.
 
     Args:
       guess: FLOP/s to assume if no run has begun.
@@ -102,10 +105,8 @@ def seconds_left(
     rates, starts = [], []
     for run in runs:
         if tokens_per_second := speed(folder / run.name):
-            e = run.experiment
-            per_token = formulas.training_flops_per_token(e.model, e.data.sequence_length)
             factor = _wall_time_factor(folder / run.name)
-            rates.append(tokens_per_second * per_token / factor)
+            rates.append(tokens_per_second * run.flops_per_token / factor)
             starts.append(_median(folder / run.name, "seconds_to_first_step") or 0.0)
     if not rates and not guess:
         return None
@@ -113,14 +114,14 @@ def seconds_left(
     start = statistics.median(starts) if starts else 0.0
     left = {}
     for run in runs:
-        if not is_whole(run, folder):
+        if not is_finished(run, folder):
             num_steps = max(run.experiment.train.num_steps, 1)
             left[run.name] = start + run.flops * (1 - steps_done(run, folder) / num_steps) / rate
     return left
 
 
 def plan(runs: Sequence[Run], left: Mapping[str, float] | None, count: int, processes: int) -> str:
-    """Returns a text with the number of runs to train and their estimated time.
+    """Returns a sentence on the number of runs to train and their estimated time.
 
     Args:
       left: result of `seconds_left`.
@@ -149,15 +150,17 @@ def train(
 ) -> Iterator[tuple[Run, str]]:
     """Trains unfinished runs, `processes` at a time; see `processes.run` for signals.
 
+    A run's output is appended to FOLDER/NAME.log.
+
     Args:
       guess: see `seconds_left`.
-      before: called when a run can start; returns a reason not to, or "".
+      before: called before a run starts; returns "", or a reason not to start it.
 
     Yields:
-      Each run when it has ended, finished ones first, and the reason of its failure in one line, or
-      "". A run's output is in FOLDER/NAME.log.
+      First the runs that were finished before, then each run when it has ended, with one line on
+      its failure, or "".
     """
-    missing = {run.name: run for run in runs if not is_whole(run, folder)}
+    missing = {run.name: run for run in runs if not is_finished(run, folder)}
     yield from ((run, "") for run in runs if run.name not in missing)
     if not missing:
         return

@@ -52,8 +52,11 @@ def test_names_are_folders():
         (functools.partial(_runs, "attention.rank"), "--set attention.rank: give KEY=VALUE"),
         (functools.partial(_runs, "=1"), "--set =1: give KEY=VALUE"),
         (functools.partial(_runs, "train.seed=1"), "--set train.seed=1: .*--seeds=N"),
-        (functools.partial(_runs, "name=x"), "--set name=x: runs are named"),
-        (functools.partial(_runs, fixed=["--config.train.seed=1"]), "--config.train.seed=1: a g"),
+        (functools.partial(_runs, "name=x"), "--set name=x: runs are named after"),
+        (
+            functools.partial(_runs, fixed=["--config.train.seed=1"]),
+            "seed=1: give --seeds",
+        ),
         (functools.partial(_runs, "model.mlp_dim=1", "model.mlp_dim=2"), "mlp_dim is given twice"),
         (functools.partial(_runs, "attention.rnk=1"), "--set attention.rnk: .*mean 'rank'"),
         (functools.partial(_runs, "attention.rank=8,x"), "--set attention.rank=x: must be a whole"),
@@ -61,9 +64,9 @@ def test_names_are_folders():
         (functools.partial(_runs, "attention.rank=8,64", seeds=501), "make 1,002 runs: .* 1,000"),
         (
             functools.partial(_runs, "optimizer.lr_scale=1,1.0"),
-            "lr_scale=1_seed=0 and lr_scale=1.0_seed=0 are the same run",
+            "lr_scale=1_seed=0 and lr_scale=1.0_seed=0 are the same computation",
         ),
-        (functools.partial(_runs, "train.log_every=1,2"), "are the same run"),
+        (functools.partial(_runs, "train.log_every=1,2"), "are the same computation"),
         (
             functools.partial(_runs, files=(CONFIGS / "lrkv_tny.py",)),
             "^/.*lrkv_tny.py: no such file; did you mean configs/lrkv_tiny.py",

@@ -105,7 +105,7 @@ def test_runs_that_cannot_be_compared_are_named(sweep):
         ("gpu", "", None, 1),
         ("gpu", "", 2, "must be 1 on a gpu.*PREALLOCATE=false"),
         ("gpu", "false", 2, 2),
-        ("tpu", "false", 2, "must be 1 on a tpu, which one run takes whole$"),
+        ("tpu", "false", 2, "must be 1 on a tpu, since a run takes all of its memory$"),
     ],
 )
 def test_runs_at_a_time(monkeypatch, platform, environment, given, found):

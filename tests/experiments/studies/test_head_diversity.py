@@ -112,7 +112,7 @@ def test_the_configs_are_those_of_the_study_of_mechanisms_with_snapshots():
 @pytest.mark.slow
 def test_measurements_are_stored_in_the_workdir(monkeypatch, tmp_path):
     made = []
-    monkeypatch.setattr(head_diversity.runs_lib, "is_whole", lambda run, folder: True)
+    monkeypatch.setattr(head_diversity.runs_lib, "is_finished", lambda run, folder: True)
     monkeypatch.setattr(
         head_diversity, "measure", lambda workdir: made.append(0) or _synthetic_run("mha")
     )
