@@ -1,1 +1,1 @@
-"""`python -m kvjax.aot`: compiles a run for absent chips. Does it fit? How fast can it be?"""
+"""Compiles a run for chips that are not there, to find its memory and a lower bound of its time."""

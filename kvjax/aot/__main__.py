@@ -1,13 +1,13 @@
-"""Compiles a run for absent chips: memory per chip, and a lower bound of the time.
+"""Compiles a run for absent chips; prints its memory per chip and a lower bound of its time.
 
     python -m kvjax.aot --config=configs/lrkv_2p5b.py --topology=v5p:2x2x4
     python -m kvjax.aot --config=configs/lrkv_128m.py --topology=v5e:4x4 --sweep
     python -m kvjax.aot --config=configs/lrkv_2p5b.py --topology=h200:1 --step=decode --batch=16
 
-Compiles the training step (or a decode step) for a topology: TPUs with libtpu, GPUs with JAX's CUDA
-plugin. Prints memory per chip, FLOPs, collectives, and a lower bound of the step's time (a
-roofline, kvjax/aot/roofline.py), from which an upper bound of MFU and a lower bound of days follow.
-Config keys are overridden as --config.compute.remat=dots.
+Compiles the training step (or a decode step) for a topology: for TPUs with libtpu, for GPUs with
+JAX's CUDA plugin. Prints memory per chip, FLOPs, collectives, and a lower bound of the step's time
+(a roofline, see kvjax/aot/roofline.py), which gives an upper bound of MFU and a lower bound of
+days. Override config keys by options such as --config.compute.remat=dots.
 Exit status 0: fits into 90 % of the memory; 1: does not fit; 2: cannot be compiled.
 """
 
@@ -34,10 +34,10 @@ from kvjax.hardware import topology
 STEPS = ("train", "decode")
 DECODE = {"batch": 1, "length": 8192, "chips": 1}  # options of a decode step
 ASSUMPTIONS = (
-    "every resource at its datasheet's rate all the time, the three overlapping perfectly",
-    "elementwise work and what products read inside a layer cost nothing",
+    "compute, HBM and interconnect run at their datasheet's rates and overlap perfectly",
+    "elementwise work, and reading activations inside a layer, cost nothing",
     "collectives use all links of a chip at once",
-    "MFU counts attention over all T keys, computed or not",
+    "MFU counts attention over all T keys, even if the kernel skips masked ones",
 )
 
 
@@ -80,7 +80,7 @@ def training(experiment: Experiment, name: str, step: compilation.Step) -> dict:
 
 
 def _attention(causal_kernel: bool, *, compiled_kernel: bool) -> str:
-    """Returns the attention that the bound assumes, and the compiled one if it differs."""
+    """Returns the name of the attention that the bound assumes; if another is compiled, of both."""
     names = {True: "causal kernel", False: "all T keys"}
     same = causal_kernel == compiled_kernel
     return names[causal_kernel] + ("" if same else f" (compiled: {names[compiled_kernel]})")
@@ -89,7 +89,7 @@ def _attention(causal_kernel: bool, *, compiled_kernel: bool) -> str:
 def decoding(
     experiment: Experiment, name: str, *, batch: int, length: int, chips: int, cache_dtype: str
 ) -> dict:
-    """Returns the result for a decode step, JSON-able; raises as `compilation.decode_step`."""
+    """Compiles a decode step and returns its result, JSON-able; see `compilation.decode_step`."""
     shape = dict(batch=batch, length=length, cache_bits=quantized.bits_of(cache_dtype))
     step = compilation.decode_step(experiment, name, chips=chips, **shape)
     cost = formulas.decode_cost(experiment.model, dtype=compilation.BF16, **shape)
@@ -115,10 +115,13 @@ def decoding(
 
 
 def sweep(experiment: Experiment, name: str, compiles: int, out: Output) -> dict:
-    """Returns the result of the best candidate, its overrides and all candidates.
+    """Searches meshes; returns the result of the best candidate, its overrides and all candidates.
+
+    Args:
+      compiles: largest number of compilations.
 
     Raises:
-      UserError: no compiled candidate fits; the message has the sizes.
+      UserError: no candidate fits; the message has the sizes.
     """
 
     def say(line: str) -> None:
@@ -182,7 +185,7 @@ def _common_fields(step: compilation.Step) -> dict:
 
 
 def result_name(config: str, topology: str, step: str = "train") -> str:
-    """Returns the name of a result's record in a file of several (--save)."""
+    """Returns the name of a result's record in the file of --save."""
     suffix = "" if step == "train" else f"_{step}"
     return f"{config}_{topology.replace(':', '_')}{suffix}"
 
@@ -240,7 +243,12 @@ def _options(arguments: list[str]) -> argparse.Namespace:
 
 
 def _set_default(options, key: str, default: int, used: bool, *, needs: str) -> None:
-    """Sets an option's default; raises if the option is given and would not be used."""
+    """Sets an option's default; raises a UserError if the option is given but would have no effect.
+
+    Args:
+      used: True if the option has an effect.
+      needs: the option without which it has none, for the message.
+    """
     value = getattr(options, key)
     if value is not None and not used:
         raise UserError(f"--{key} = {value}: only with {needs}; leave it out, or add {needs}")
@@ -249,7 +257,7 @@ def _set_default(options, key: str, default: int, used: bool, *, needs: str) -> 
 
 
 def _run(options: argparse.Namespace, out: Output) -> tuple[dict, str]:
-    """Returns the result, and advice if it does not fit."""
+    """Compiles as the options say; returns the result, and advice if the step does not fit."""
     name, overrides = options.topology, options.overrides
     config = command_line.load_config(options.config, overrides)
     experiment = config_lib.resolve(config)
@@ -275,7 +283,11 @@ def _run(options: argparse.Namespace, out: Output) -> tuple[dict, str]:
 def _explain_errors(
     experiment: Experiment, name: str, advise: Callable[[int], str]
 ) -> Iterator[None]:
-    """Adds config and topology to compilation errors, and advice if the step is too large."""
+    """Turns compilation errors into UserErrors that name config and topology.
+
+    Args:
+      advise: returns advice for a step that needs this many bytes.
+    """
     try:
         yield
     except compilation.TooLarge as error:
@@ -286,7 +298,7 @@ def _explain_errors(
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the exit status, see the module's docstring."""
+    """Compiles and prints; returns the exit status. See the module's docstring."""
     options = _options(arguments)
     if options.save:
         provenance.check_commit("--save", pathlib.Path(options.save))

@@ -1,4 +1,4 @@
-"""Compiles a training or decode step for absent chips; reads its memory and collectives."""
+"""Compiles a training or decode step for absent chips; reads its memory use and collectives."""
 
 import dataclasses
 import math
@@ -22,10 +22,10 @@ from kvjax.training.program import Program
 
 BF16 = jnp.dtype(jnp.bfloat16)
 LIMIT = 0.9  # share of a chip's memory; the rest is for the runtime and fragmentation
-LARGE = 10**6  # bytes above which a replicated parameter is reported
+LARGE = 10**6  # replicated parameters of more bytes are reported
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE = r"([\d.]+)([KMGT]?)"
-_OUT_OF_MEMORY = (  # (message, True if its size includes the program's arguments)
+_OUT_OF_MEMORY = (  # (pattern of the message, True if its size includes the program's arguments)
     (rf"HLO temporaries \({_SIZE}\) exceeds available HBM \({_SIZE}\)", False),
     (rf"Used {_SIZE} of {_SIZE} hbm", True),
 )
@@ -50,13 +50,13 @@ class Step:
     device: Device
     mesh: dict[str, int]
     memory: Memory
-    upper_bound: bool  # True if a run needs less memory, because its attention is not XLA's
+    upper_bound: bool  # True if `memory` is an upper bound: the run itself uses a fused attention
     collectives: tuple[Collective, ...]
     causal_kernel: bool  # True if the compiled attention skips masked keys
     replicated: tuple[tuple[str, int], ...]  # parameters that no axis shards, and their bytes
     seconds_to_lower: float
     seconds_to_compile: float
-    xla: dict[str, float]  # FLOPs and bytes by the compiler, which counts loop bodies once
+    xla: dict[str, float]  # XLA's count of FLOPs and bytes, which counts each loop's body once
 
     @property
     def chips(self) -> int:
@@ -88,9 +88,9 @@ def training_step(experiment: Experiment, name: str) -> Step:
       name: a topology, see `topology.get_devices`.
 
     Raises:
-      UserError: an unknown topology, a mesh or batch that does not divide.
-      TooLarge: it does not fit into memory.
-      DoesNotCompile: the compiler fails otherwise.
+      UserError: the topology is unknown, or mesh or batch does not divide.
+      TooLarge: the step does not fit into memory.
+      DoesNotCompile: the compiler fails for another reason.
     """
     devices = topology.get_devices(name)
     platform = devices[0].platform
@@ -129,16 +129,16 @@ def decode_step(
     chips: int = 1,
     cache_bits: int | None = None,
 ) -> Step:
-    """Compiles a decode step: one token for each of `batch` caches of `length` tokens.
+    """Compiles a decode step: one new token for `batch` sequences of `length` cached tokens.
 
     Args:
-      chips: chips of the topology over which the caches' tokens are split; weights are replicated.
-      cache_bits: of a quantised cache; None: it is in bfloat16.
+      chips: number of chips over which cached tokens are split; weights are replicated.
+      cache_bits: bits per element of a quantised cache; None: the cache is in bfloat16.
 
     Raises:
-      UserError: an unknown topology, or one with fewer chips; see also `quantized.entry_of`.
-      TooLarge: it does not fit into memory.
-      DoesNotCompile: the compiler fails otherwise.
+      UserError: the topology is unknown or has fewer chips; see also `quantized.entry_of`.
+      TooLarge: the step does not fit into memory.
+      DoesNotCompile: the compiler fails for another reason.
     """
     mesh = decode_program.make_mesh(chips, topology.get_devices(name))
     start = time.perf_counter()
@@ -159,7 +159,7 @@ def decode_step(
 
 
 def bound(step: Step, experiment: Experiment) -> roofline.Bound:
-    """Returns the roofline of a compiled training step, with the attention of a real run."""
+    """Returns the roofline of a compiled training step, for the attention that a run uses."""
     return roofline.training_step(
         experiment,
         step.device,
@@ -170,12 +170,13 @@ def bound(step: Step, experiment: Experiment) -> roofline.Bound:
 
 
 def kernel_when_run(compiled: bool, device: Device, experiment: Experiment) -> bool:
-    """Returns True if a run's attention is a kernel, which skips masked keys.
+    """Returns True if a run on the device uses an attention kernel, which skips masked keys.
 
-    A GPU runs cuDNN's, which cannot be compiled without a GPU; XLA's is compiled in its place.
+    On a GPU that is cuDNN's, which cannot be compiled without a GPU; `training_step` compiles XLA's
+    attention in its place.
 
     Args:
-      compiled: True if the program compiled here has a kernel.
+      compiled: True if the program compiled here has an attention kernel.
     """
     return compiled or (_is_gpu(device) and experiment.uses_attention_kernel("gpu"))
 
@@ -190,12 +191,12 @@ def _is_gpu(device: Device) -> bool:
 
 
 def _compile(lowered, start: float, arguments: int, **fields) -> Step:
-    """Compiles a step.
+    """Compiles a lowered step and returns it with its sizes.
 
     Args:
       start: `time.perf_counter` before lowering.
       arguments: bytes of the program's arguments on one chip.
-      fields: fields of the result that do not depend on the compiled program.
+      fields: other fields of `Step`.
     """
     compile_start = time.perf_counter()
     try:
@@ -221,10 +222,10 @@ def _compile(lowered, start: float, arguments: int, **fields) -> Step:
 
 
 def too_large(error: Exception, arguments: int) -> TooLarge | None:
-    """Parses the sizes in a TPU compiler's out-of-memory message; None for another error.
+    """Returns a TPU compiler's out-of-memory error with the sizes in its message; None for others.
 
     Args:
-      arguments: bytes of the program's arguments, which the compiler does not always include.
+      arguments: bytes of the program's arguments, added to sizes that do not include them.
     """
     message = str(error)
     if "RESOURCE_EXHAUSTED" not in message:

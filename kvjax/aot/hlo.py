@@ -1,9 +1,9 @@
-"""Memory, launches and collectives of a compiled program, read from its executable.
+"""Reads memory, launches and collectives of a compiled program from its executable.
 
-XLA's text after optimisation contains every collective, but not how often it runs: that follows
-from the loops around it. Some collectives are hard to recognise. A TPU's reduce-scatter is a fusion
-that calls `all-reduce-scatter`; an asynchronous collective appears in the fusion that starts it, in
-the fusions that run concurrently and in the fusion that awaits it.
+XLA's text after optimisation contains every collective; how often it runs follows from the trip
+counts of the loops around it. Two forms need care. On a TPU, a reduce-scatter is a fusion that
+calls `all-reduce-scatter`. An asynchronous collective appears several times: in the fusion that
+starts it, in those that run at the same time, and in the one that awaits it.
 """
 
 import collections
@@ -16,8 +16,8 @@ import re
 
 import jax
 
-# Scopes of collectives: jax.named_scope, or keys of the state. A collective without a scope is
-# named by its pass.
+# Parts of the model that a collective belongs to: names of jax.named_scope, or keys of the state.
+# A collective without one is named after its pass.
 SCOPES = ("muon", "latents", "loss", "attention", "mlp", "embedding", "head", "optimizer")
 _PASSES = {"rematted_computation": "recomputed", "transpose": "backward", "jvp": "forward"}
 KINDS = (
@@ -40,7 +40,7 @@ class Memory:
     """Bytes on one device while the program runs."""
 
     arguments: int
-    outputs: int  # without outputs that alias arguments
+    outputs: int  # except for outputs that reuse an argument's memory
     temporaries: int
     program: int
 
@@ -52,7 +52,7 @@ class Memory:
 def memory(compiled: jax.stages.Compiled) -> Memory:
     """Returns the memory that the compiler reserves for a program.
 
-    `peak_memory_in_bytes` is not used, since on a TPU it includes on-chip memory.
+    XLA's `peak_memory_in_bytes` is not used: on a TPU it includes on-chip memory.
     """
     m = compiled.memory_analysis()
     return Memory(
@@ -65,12 +65,12 @@ def memory(compiled: jax.stages.Compiled) -> Memory:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Collective:
-    """A collective of the program and its number of runs in one call."""
+    """A collective, and how often one call of the program runs it."""
 
     kind: str
-    bytes: int  # of one device and run: an all-gather's output, the other kinds' input
-    group: int  # devices in a group
-    times: int = 1
+    bytes: int  # per device and run: of an all-gather's output, of another collective's input
+    group: int  # number of devices that take part
+    times: int = 1  # runs per call
     op_name: str = ""
 
     @property
@@ -85,14 +85,14 @@ class Collective:
 
     @property
     def scope(self) -> str:
-        """The first of SCOPES that op_name contains; else the pass; else "other"."""
+        """The first of SCOPES that op_name contains; if there is none, the pass or "other"."""
         names = set(re.findall(r"\w+", self.op_name))
         known = dict(zip(SCOPES, SCOPES, strict=True)) | _PASSES
         return next((scope for name, scope in known.items() if name in names), "other")
 
 
 def summary(items: Sequence[Collective]) -> list[dict]:
-    """Returns totals by kind and scope: runs, bytes and bytes sent per call; most sent first."""
+    """Returns runs, bytes and bytes sent per call, by kind and scope; the most sent come first."""
     totals = collections.defaultdict(lambda: dict(count=0, bytes=0, wire_bytes=0.0))
     for c in items:
         row = totals[c.kind, c.scope]
@@ -106,11 +106,11 @@ def summary(items: Sequence[Collective]) -> list[dict]:
 def launches(text: str) -> dict[str, str]:
     """Returns the programs that one call of an optimised HLO module launches on a GPU.
 
-    A fusion, a product, a copy and a custom call are a program each, and so is a loop or a
-    conditional: their bodies are not counted.
+    Every fusion, matrix product, copy and custom call is one program. A loop or conditional counts
+    as one, too; its body is not counted.
 
     Returns:
-      Types of results by the instruction's name, in order.
+      Result types by name of the instruction, in order.
     """
     module = _Module(text)
     instructions = module.computations[module.entry].values()
@@ -119,9 +119,9 @@ def launches(text: str) -> dict[str, str]:
 
 
 def collectives(text: str) -> list[Collective]:
-    """Returns the collectives of an optimised HLO module, with their number of runs.
+    """Returns the collectives of an optimised HLO module, with their number of runs per call.
 
-    All branches of a conditional count as run. Collectives of one device are omitted.
+    All branches of a conditional are counted. Collectives of a single device are left out.
 
     Args:
       text: `compiled.as_text()`.
@@ -163,7 +163,7 @@ class _Instruction:
 
 
 class _Module:
-    """Computations of a module, each with its instructions in order."""
+    """An HLO module, parsed into computations with their instructions in order."""
 
     def __init__(self, text: str):
         self.devices = max(
@@ -194,7 +194,7 @@ class _Module:
             self.roots[computation] = instruction
 
     def collectives(self, computation: str) -> list[Collective]:
-        """Returns the collectives of one run of a computation and of the computations it calls."""
+        """Returns the collectives that one run of a computation executes, called ones included."""
         if computation not in self._collectives:
             instructions = self.computations.get(computation, {})
             starts_collective = "AsyncCollectiveStart" in "".join(
@@ -208,7 +208,7 @@ class _Module:
         return self._collectives[computation]
 
     def _instruction_collectives(self, computation: str, i: _Instruction) -> list[Collective]:
-        """Returns the collectives of an instruction and of the computations that it calls."""
+        """Returns the collectives that one run of an instruction executes."""
         kind = i.opcode.removesuffix("-start")
         if kind in KINDS:
             return self._collective(computation, i, kind)
@@ -227,7 +227,7 @@ class _Module:
     def _collective(self, computation: str, i: _Instruction, kind: str) -> list[Collective]:
         group = self._group(i)
         size = _bytes(i.type)
-        # The type of a -start instruction has operands and results; only the larger is counted.
+        # The type of a -start instruction contains operands and results. Only the larger counts.
         if i.opcode in ("all-gather-start", "reduce-scatter-start"):
             size = size * group // (group + 1)
         elif i.opcode == "all-to-all-start":
@@ -249,7 +249,10 @@ class _Module:
         return next((u.op_name for u in users if u.op_name), "")
 
     def _group(self, i: _Instruction) -> int:
-        """Returns a group's size: `{{0,1},{2,3}}`, `[2,2]<=[4]`, `mesh['a'=2,'b'=2] {'b'}`."""
+        """Returns the number of devices in a group.
+
+        XLA writes groups as `{{0,1},{2,3}}`, `[2,2]<=[4]` or `mesh['a'=2,'b'=2] {'b'}`.
+        """
         if "source_target_pairs=" in i.rest:
             return self.devices
         if sizes := i.attribute(r"replica_groups=\[\d+,(\d+)\]"):
@@ -263,7 +266,7 @@ class _Module:
         return self.devices
 
     def _trip_count(self, computation: str, loop: _Instruction) -> int:
-        """Returns a loop's trip count, from the compiler or from its counter and condition."""
+        """Returns a loop's trip count, as the compiler states it or from counter and condition."""
         known = loop.attribute(r'known_trip_count[^\d}]*"?(\d+)')
         if known:
             return int(known)
@@ -285,7 +288,7 @@ class _Module:
         return max(0, -(-(limits.pop() + (direction == "LE") - start) // step))
 
     def _start_and_step(self, computation, loop, index: int | None) -> tuple[int, int]:
-        """Returns a loop counter's start and step; 0 and 1, as in JAX's loops, if unknown."""
+        """Returns a loop counter's start and step. Unknown ones are 0 and 1, as in JAX's loops."""
         start, step = 0, 1
         if index is None:
             return start, step
@@ -307,7 +310,7 @@ class _Module:
 
 
 def _bytes(type_: str) -> int:
-    """Returns the logical bytes of all arrays in a type."""
+    """Returns the bytes of all arrays in a type, without padding."""
     return sum(
         math.ceil(math.prod(int(d) for d in shape.split(",") if d) * _bits(dtype) / 8)
         for dtype, shape in _TYPE.findall(type_)

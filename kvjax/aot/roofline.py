@@ -1,18 +1,18 @@
-"""A lower bound of a training step's time on a device: compute, memory, interconnect.
+"""Computes a lower bound of a training step's time from compute, HBM and interconnect.
 
-Each resource is used at its datasheet's rate all the time, and the three overlap perfectly; the MFU
-that follows is an upper bound. The bound counts:
+The bound assumes that each of the three runs at its datasheet's rate all the time, and that they
+overlap perfectly. The MFU at this time is an upper bound. Counted are:
 
-- FLOPs: the model's (forward and backward), rematerialisation, and Newton-Schulz, spread evenly
-  over the chips. A causal kernel computes half of attention, and its backward pass has 5 products,
-  because it recomputes the logits. (Splash, with two separate backward kernels, has 7.)
+- FLOPs of the model (forward and backward), of rematerialisation and of Newton-Schulz, spread
+  evenly over the chips. A causal kernel computes half of attention, and its backward pass has 5
+  products, because it recomputes the logits. (Splash has 7, in two separate backward kernels.)
   Elementwise operations are free.
-- HBM bytes: parameters, gradients and optimizer state, read and written once; in each pass the
-  weights, in the compute dtype; saved activations, written and read once. Other reads and writes
-  inside a layer are free.
-- interconnect bytes: the compiled program's collectives by ring algorithms (`kvjax.aot.hlo`), over
-  all links of a chip at once. Switches that reduce in the network (NVLink SHARP) can send less;
-  with them the bound does not hold.
+- HBM bytes of parameters, gradients and optimizer state, read and written once; of the weights in
+  the compute dtype, read in each pass; and of saved activations, written and read once. Other reads
+  and writes inside a layer are free.
+- Interconnect bytes of the compiled program's collectives by ring algorithms (`kvjax.aot.hlo`),
+  over all links of a chip at once. Switches that reduce in the network (NVLink SHARP) can send
+  less; with them the bound does not hold.
 """
 
 from collections.abc import Mapping
@@ -48,7 +48,7 @@ class Flops:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bound:
-    """Lower bounds of a step's time by resource, and bounds of the run derived from them."""
+    """Lower bounds of a step's time by resource, and bounds of the whole run."""
 
     compute: float  # seconds
     hbm: float  # seconds
@@ -69,22 +69,22 @@ class Bound:
 
     @property
     def mfu(self) -> float:
-        """Upper bound of the model's FLOPs over the chips' peak."""
+        """Upper bound of the MFU: the model's FLOPs per second over the chips' peak."""
         return self.model_flops / self.peak_flops / self.seconds
 
     @property
     def tokens_per_second(self) -> float:
-        """Upper bound."""
+        """Upper bound of the throughput."""
         return self.tokens / self.seconds
 
     @property
     def days(self) -> float:
-        """Lower bound for all steps of the config."""
+        """Lower bound of the time for all steps of the config."""
         return self.steps * self.seconds / 86_400
 
     @property
     def exaflops(self) -> float:
-        """Model FLOPs of the whole run, 10^18."""
+        """The model's FLOPs in the whole run, over 10^18."""
         return self.steps * self.model_flops / 1e18
 
 
@@ -119,17 +119,17 @@ def training_step(
 def step_flops(experiment: Experiment, *, causal_kernel: bool) -> Flops:
     """Returns the FLOPs of one step, 2 per multiply-add.
 
-    The policy "full" repeats the layers' forward pass (without head and embedding), except the
-    MLP's last product, which the backward pass does not read. "attention" and "dots" save the
-    attention kernel's output, and "dots" also products with a weight, except with one weight per
-    head (LRKV's B).
+    Rematerialisation repeats work by policy. "full" repeats the layers' forward pass (without head
+    and embedding) except for the MLP's last product, whose result the backward pass does not read.
+    "attention" repeats the same, but no attention kernel. "dots" repeats no attention kernel either
+    and, of the products with weights, only those with a separate weight per head (LRKV's B).
     """
     config, T = experiment.model, experiment.data.sequence_length
     weights = formulas.matrix_weights(config)
     layers = weights["attention"] + weights["mlp"]
     layers -= config.block.num_layers * config.block.mlp_dim * config.block.d_model
-    share = 0.5 if causal_kernel else 1.0  # of the logits that is computed
-    # Multiply-adds per token, as `weights`.
+    share = 0.5 if causal_kernel else 1.0  # share of the logits that is computed
+    # In multiply-adds per token, like `weights`.
     keys = share * T * sum(m.query_heads * m.query_dim for m in config.mechanisms)
     values = share * T * sum(m.query_heads * m.value_dim for m in config.mechanisms)
     attention = 0 if causal_kernel else keys + values
@@ -154,9 +154,10 @@ def step_flops(experiment: Experiment, *, causal_kernel: bool) -> Flops:
 
 @functools.cache
 def newton_schulz_flops(config: TransformerConfig, optimizer: OptimizerConfig) -> int:
-    """Returns the FLOPs of Muon in one step: X X' and two products with it, per iteration.
+    """Returns the FLOPs of Muon's Newton-Schulz iterations in one step.
 
-    An m x n matrix, m <= n, takes 2 m²n + 2 m³ + 2 m²n.
+    An iteration computes X X' and two products with it: 2 m²n + 2 m³ + 2 m²n FLOPs for a matrix X
+    [m, n] with m <= n.
     """
     shapes, axes = parameters.abstract(config)
     labels = parameter_labels(axes)
@@ -175,10 +176,11 @@ def newton_schulz_flops(config: TransformerConfig, optimizer: OptimizerConfig) -
 
 
 def hbm_bytes(experiment: Experiment, mesh: Mapping[str, int], *, causal_kernel: bool) -> float:
-    """Returns the minimum of bytes that one chip moves between HBM and its cores in a step.
+    """Returns the least bytes that one chip moves between HBM and its cores in a step.
 
     Args:
-      causal_kernel: True if attention is a kernel; all remat policies but "full" save its output.
+      causal_kernel: True if attention is a kernel. Its output then counts as a saved activation,
+        except under the remat policy "full".
     """
     config, remat = experiment.model, experiment.compute.remat
     compute = experiment.compute.resolve("tpu", config.block.num_layers)

@@ -1,8 +1,9 @@
 """Searches for the best mesh, gradient accumulation and rematerialisation on a topology.
 
-A compilation takes minutes, so candidates are sorted by a prediction (`predict`) and compiled in
-that order until one fits. Every compilation corrects the predicted temporaries. If none fits,
-`advice` and `decode_advice` name settings that are predicted to fit.
+A compilation takes minutes. Candidates are therefore sorted by a prediction (`predict`) and
+compiled in that order, until no other candidate is predicted to be faster than one that fits. Every
+compilation corrects the predicted temporaries of the others. If none fits, `advice` and
+`decode_advice` name settings that are predicted to fit.
 """
 
 from collections.abc import Iterable, Iterator
@@ -27,7 +28,7 @@ TENSOR = (1, 2, 4, 8)  # sizes of `tensor` that are tried
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """Predicted bytes on a chip, and the roofline with predicted collectives."""
+    """A candidate's predicted bytes on a chip, and its roofline with predicted collectives."""
 
     state: int  # parameters and optimizer state, the program's arguments
     temporaries: float
@@ -35,14 +36,14 @@ class Prediction:
 
     @property
     def order(self) -> tuple[float, float]:
-        """Sort key, best first: the bound to 3 digits, then the time without overlap."""
+        """Sort key, the best first: the bound in 3 digits, then the time without any overlap."""
         b = self.bound
         return float(f"{b.seconds:.3g}"), b.compute + b.hbm + b.interconnect
 
 
 @dataclasses.dataclass
 class Candidate:
-    """An experiment with changed keys, its prediction and the result of its compilation."""
+    """An experiment with other settings, its prediction and, later, its compilation's result."""
 
     experiment: Experiment
     predicted: Prediction
@@ -52,14 +53,14 @@ class Candidate:
 
     @property
     def needed(self) -> int:
-        """Bytes on a chip by the compiler; 0 if unknown."""
+        """Bytes on a chip according to the compiler; 0 if unknown."""
         if self.step:
             return self.step.memory.total
         return self.too_large.needed if self.too_large else 0
 
     @property
     def overrides(self) -> list[str]:
-        """Options of the command line that make this candidate."""
+        """Command-line options that change the user's config into this candidate."""
         e = self.experiment
         return [
             *(f"--config.mesh.{axis}={getattr(e.mesh, axis)}" for axis in MESHES),
@@ -69,7 +70,7 @@ class Candidate:
 
 
 def candidates(experiment: Experiment, device: Device, chips: int) -> list[Candidate]:
-    """Returns all valid meshes, accumulations and remat policies; best prediction first."""
+    """Returns all combinations of mesh, accumulation and remat policy, best prediction first."""
     result = []
     for mesh in _meshes(experiment, chips):
         rows = experiment.train.batch_size // (mesh.data * mesh.fsdp)
@@ -108,7 +109,7 @@ def _divides(mesh: sharding.MeshConfig, experiment: Experiment) -> bool:
 
 
 def predict(experiment: Experiment, device: Device) -> Prediction:
-    """Predicts the memory of the program that is compiled, and the time of a run, by formulas."""
+    """Predicts, by formulas, the memory of the compiled program and the time of a run's step."""
     kernel = compilation.kernel_when_compiled_here(device, experiment)
     mesh = dataclasses.asdict(experiment.mesh)
     config, c = experiment.model, experiment.model.block
@@ -141,16 +142,17 @@ def predict(experiment: Experiment, device: Device) -> Prediction:
 
 
 def search(experiment: Experiment, name: str, *, compiles: int, say=print) -> list[Candidate]:
-    """Compiles the config itself, then candidates in predicted order; returns them with results.
+    """Compiles the config itself, then candidates in predicted order; returns the compiled ones.
 
-    Ends when no other candidate is predicted both to fit and to be faster than the best so far.
+    The search ends when no other candidate is predicted both to fit and to be faster than the best
+    so far.
 
     Args:
       compiles: largest number of compilations.
       say: called with a line of progress before each compilation.
 
     Raises:
-      UserError: an unknown topology, or the config's own mesh does not divide.
+      UserError: the topology is unknown, or the config's own mesh does not divide.
     """
     own = _with_mesh(experiment, name)
     device, chips = compilation.datasheet(name), math.prod(dataclasses.asdict(own.mesh).values())
@@ -180,13 +182,13 @@ def search(experiment: Experiment, name: str, *, compiles: int, say=print) -> li
 
 
 def _with_mesh(experiment: Experiment, name: str) -> Experiment:
-    """Returns the experiment with its mesh's sizes resolved to numbers."""
+    """Returns the experiment with a mesh whose sizes are all numbers."""
     mesh = sharding.make_mesh(experiment.mesh, topology.get_devices(name))
     return dataclasses.replace(experiment, mesh=sharding.MeshConfig(**mesh.shape))
 
 
 def best(tried: Iterable[Candidate]) -> Candidate | None:
-    """Returns the fastest candidate that fits, by its compiled bound; None if none fits."""
+    """Returns the fastest candidate that fits, with bounds from compilation; None if none fits."""
 
     def order(c: Candidate):
         return dataclasses.replace(c.predicted, bound=compilation.bound(c.step, c.experiment)).order
@@ -195,7 +197,7 @@ def best(tried: Iterable[Candidate]) -> Candidate | None:
 
 
 def corrections(tried: Iterable[Candidate]) -> dict[str, float]:
-    """Returns the ratio of compiled to predicted temporaries, by remat policy."""
+    """Returns by remat policy the compiled temporaries over the predicted ones."""
     ratios = {}
     for c in tried:
         temporaries = c.needed - c.predicted.state
@@ -205,7 +207,7 @@ def corrections(tried: Iterable[Candidate]) -> dict[str, float]:
 
 
 def may_fit(candidate: Candidate, device: Device, corrected: dict[str, float]) -> bool:
-    """Returns True if the candidate fits by its corrected prediction, or exceeds it by 10 %."""
+    """Returns True if the corrected prediction exceeds the limit of memory by less than 10 %."""
     remat = candidate.experiment.compute.remat
     factor = corrected.get(remat, max(corrected.values(), default=1.0))
     needed = candidate.predicted.state + factor * candidate.predicted.temporaries
@@ -213,10 +215,10 @@ def may_fit(candidate: Candidate, device: Device, corrected: dict[str, float]) -
 
 
 def advice(experiment: Experiment, name: str, needed: int) -> str:
-    """Returns settings that are predicted to fit, for a training step that does not.
+    """Returns a text with settings that are predicted to fit, for a training step that does not.
 
     Args:
-      needed: bytes of one chip, which correct the prediction; 0 if unknown.
+      needed: bytes per chip that the step needs, which correct the prediction; 0 if unknown.
     """
     device, own = compilation.datasheet(name), _with_mesh(experiment, name)
     limit = compilation.LIMIT * device.hbm_bytes
@@ -244,7 +246,7 @@ def advice(experiment: Experiment, name: str, needed: int) -> str:
 
 
 def _larger(own: Experiment, times: int) -> list[sharding.MeshConfig]:
-    """Returns meshes with `times` as many chips along data and fsdp; best for all-gathers first."""
+    """Returns meshes with `times` as many chips along data and fsdp, the fastest ones first."""
     meshes = []
     for copies in (2**n for n in range(times.bit_length())):
         sizes = dict(data=own.mesh.data * copies, fsdp=own.mesh.fsdp * times // copies)
@@ -263,10 +265,10 @@ def decode_advice(
     chips: int,
     cache_dtype: str = "",
 ) -> str:
-    """Returns batches and chips that are predicted to fit, for a decode step that does not.
+    """Returns a text with batches and chips that are predicted to fit, if a decode step does not.
 
     Args:
-      needed: bytes of one chip, which correct the size of the caches; 0 if unknown.
+      needed: bytes per chip that the step needs, which correct the caches' size; 0 if unknown.
       cache_dtype: "int8" or "int4" for a quantised cache; "": bfloat16.
     """
     bits = quantized.bits_of(cache_dtype)
@@ -289,7 +291,7 @@ def decode_advice(
 
 
 def _over(device: Device, needed: int) -> str:
-    """Returns a sentence with the bytes by which a chip's limit is exceeded."""
+    """Returns a sentence on how far a chip's limit is exceeded."""
     if not needed:
         return "The compiler does not report the size."
     limit = compilation.LIMIT * device.hbm_bytes

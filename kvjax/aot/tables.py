@@ -1,10 +1,8 @@
-"""Tables of `python -m kvjax.aot`."""
+"""Prints the tables of `python -m kvjax.aot`."""
 
 from kvjax.foundation.output import Output
 
-OVER_100 = (
-    "MFU over 100 %: it counts attention over all T keys, of which the causal kernel computes half"
-)
+OVER_100 = "MFU over 100 %: it counts attention over all T keys, and the causal kernel skips half"
 
 
 def show(r: dict, out: Output, *, limit: float) -> None:
@@ -12,7 +10,7 @@ def show(r: dict, out: Output, *, limit: float) -> None:
 
     Args:
       r: result of `training` or `decoding` of kvjax.aot.__main__.
-      limit: share of memory that may be used.
+      limit: largest share of memory that counts as fitting.
     """
     m = r["memory"]
     mesh = ", ".join(f"{k} {n}" for k, n in r.get("mesh", {}).items() if n > 1) or "one chip"

@@ -1,7 +1,7 @@
-"""Predicts the bytes that a chip sends in a training step, one term per kind of collective.
+"""Predicts the bytes that a chip sends in a training step: a term per mesh axis, and one for Muon.
 
-A chip in a ring of n sends (n - 1)/n of an array; in an all-reduce, twice that. All arrays are
-bfloat16.
+In a ring of n chips, each sends (n - 1)/n of an array's bytes for an all-gather or reduce-scatter,
+and twice that for an all-reduce. All arrays are bfloat16.
 """
 
 from collections.abc import Mapping
@@ -11,8 +11,8 @@ from kvjax.config import Experiment
 from kvjax.costs import formulas
 
 ITEMSIZE = 2
-# Rows of a tile. On v4, gradients with 36 rows per chip are all-reduced, with 144 or 200 rows
-# reduce-scattered.
+# Rows of a TPU's tile. Compiled for v4, gradients with 36 rows per chip (not a multiple of a tile)
+# are all-reduced; gradients with 144 or 200 rows are reduce-scattered.
 _TILE = 8
 
 
@@ -41,7 +41,7 @@ def fsdp_bytes(experiment: Experiment, mesh: Mapping[str, int], matrices: float)
     """
     passes = 2 if experiment.compute.remat == "none" else 3
     if not in_whole_tiles(experiment, mesh["fsdp"]):
-        passes *= 2  # compilers use all-reduces, which send twice as much
+        passes *= 2  # the compiler uses all-reduces, which send twice as much
     accumulation = experiment.train.grad_accumulation
     return ITEMSIZE * accumulation * passes * matrices * _sent_share(mesh["fsdp"])
 
@@ -72,7 +72,7 @@ def muon_bytes(mesh: Mapping[str, int], layers: float) -> float:
 
 
 def in_whole_tiles(experiment: Experiment, fsdp: int) -> bool:
-    """Returns True if a chip's rows of a weight are a multiple of a tile's; see `fsdp_bytes`."""
+    """Returns True if a chip's rows of a weight fill whole tiles; see `fsdp_bytes`."""
     return experiment.model.block.d_model // fsdp % _TILE == 0
 
 

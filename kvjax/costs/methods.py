@@ -66,7 +66,6 @@ class Row:
         return max(0, size * context // self.cache_bytes(dtype, context, bits))
 
 
-
 def free_bytes(device: Device, chips: int, weight_bytes: int) -> int:
     """Returns the memory of chips that is left for caches beside the weights and RESERVE."""
     return math.floor((1 - formulas.RESERVE) * device.hbm_bytes) * chips - weight_bytes
