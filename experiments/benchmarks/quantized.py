@@ -202,8 +202,12 @@ def _show(result: dict, out: Output) -> None:
         out.table(("run", *ways), cells)
 
 
+def _record_name(options: runner.Options) -> str:
+    return f"quantized/{'-'.join(epath.Path(workdir).name for workdir in options.workdir)}"
+
+
 main = runner.benchmark(
-    "quantized",
+    _record_name,
     __doc__,
     dict(
         workdir=Option(["runs/lrkv_tiny"], "workdir of a trained run; may be repeated"),
