@@ -1,5 +1,5 @@
 """Analyses attention in trained models: `python -m kvjax.analysis`.
 
-`measures` computes numbers of a model; each of `reports` makes a `page.section.Section` of some;
-`page` makes one HTML file of all sections.
+`measures` computes numbers from a model. Each of `reports` shows some of them as figures and
+tables, a `page.section.Section`. `page` writes all sections as one HTML file.
 """

@@ -1,12 +1,12 @@
-"""Analyses attention in a trained model, as one page of figures and tables.
+"""Analyses attention in a trained model and writes one page of figures and tables.
 
     python -m kvjax.analysis --workdir=runs/lrkv_tiny
     python -m kvjax.analysis --workdir=runs/lrkv --beside=runs/mha
     python -m kvjax.analysis --model=~/models/SmolLM2-135M --reports=logits --lengths=64,256
 
 A model is a workdir, a Hugging Face folder or a GGUF file. OUT/report.html is self-contained and
-opens in any browser; OUT/report.json has every number. Both are written after all reports are done,
-and replace earlier ones.
+opens in any browser. OUT/report.json has every number. Both are written when all reports are done,
+and replace earlier files.
 """
 
 import argparse
@@ -44,12 +44,12 @@ from kvjax.workdir import trained
 
 LENGTHS = (64, 256, 1024)
 HTML, JSON = "report.html", "report.json"
-_SHORTEST = 2  # tokens of a window
-_MOST_MAPS = 16  # in one figure
+_SHORTEST = 2  # fewest tokens of a window
+_MOST_MAPS = 16  # most attention maps in one figure
 _LEAD = (
-    "This model, measured as in four papers on small KV caches and beside their numbers: LRKV "
-    "(arXiv 2601.11471), projection sharing (2606.04032), thin keys (2603.04427) and logit spectra "
-    "(2604.04384)."
+    "The measurements of four papers on small KV caches, made with this model and shown beside the "
+    "papers' numbers: LRKV (arXiv 2601.11471), projection sharing (2606.04032), thin keys "
+    "(2603.04427) and logit spectra (2604.04384)."
 )
 
 
@@ -133,21 +133,21 @@ def _run(options: argparse.Namespace, out: Output) -> None:
 
 
 def _report_names(option: str) -> tuple[str, ...]:
-    """Returns the reports of the option, in the order of the page."""
+    """Returns the names of reports in --reports, or of all, in the order of the page."""
     known = reports.NAMES
     chosen = lists.names("--reports", option, known) if option else known
     return tuple(name for name in known if name in chosen)
 
 
 def _lengths(option: str) -> tuple[int, ...]:
-    """Returns ascending distinct lengths; () without the option."""
+    """Returns the distinct lengths of --lengths, ascending; () without the option."""
     if not option:
         return ()
     return tuple(sorted(set(lists.integers("--lengths", option, _SHORTEST))))
 
 
 def _heads(option: str) -> tuple[tuple[int, int], ...]:
-    """Returns distinct (layer, head) pairs; () without the option."""
+    """Returns the distinct (layer, head) pairs of --heads; () without the option."""
     heads = []
     for item in option.split(",") if option else ():
         match = re.fullmatch(r"(\d{1,9})\.(\d{1,9})", item)
@@ -192,7 +192,7 @@ def _file_name(name: str) -> str:
 
 
 def _open(option: str, source: str) -> LazyModel:
-    """Opens an option's model; errors name the option."""
+    """Opens the model of an option; errors name the option."""
     try:
         if option == "--workdir":
             return model_lib.TrainedModel(runtime.workdir(source))
@@ -210,7 +210,7 @@ def _applicable_reports(
     """Returns the reports that apply to the model.
 
     Args:
-      requested: True if the user listed them; then each must apply.
+      requested: True if the user named the reports. If one then does not apply, it is an error.
     """
     modules = {}
     for name in names:
@@ -229,7 +229,7 @@ def _applicable_reports(
 
 
 def _snapshots(options: argparse.Namespace, model: LazyModel) -> list[tuple[int, LazyModel]]:
-    """Returns the snapshots of a workdir's run, if it kept any."""
+    """Returns (step, model) of each snapshot that a workdir's run kept."""
     if not isinstance(model, model_lib.TrainedModel):
         return []
     snapshots = trained.snapshots(runtime.path("--model", options.workdir or options.model))
@@ -285,7 +285,7 @@ def _sections(
 def _about(
     options: argparse.Namespace, model: LazyModel, request: Request, seconds: Mapping[str, float]
 ) -> dict[str, str | Mapping]:
-    """Returns model, texts, command, machine and versions, by the names shown on the page."""
+    """Returns facts on model, texts, command and machine, by the names that the page shows."""
     origin = provenance.provenance("matplotlib", "scipy")
     name = model.name
     if isinstance(model, model_lib.TrainedModel):
@@ -311,11 +311,11 @@ def _about(
 
 
 def _attention(model: LazyModel) -> Mapping | str:
-    """Returns the mechanism as in config.attention."""
+    """Returns the keys of config.attention, or a phrase if no config can express the layers."""
     try:
         settings = model_lib.attention_section(model.transformer)
         return {key: value for key, value in settings.items() if value not in (False, "none", ())}
-    except UserError:  # no config can express these layers
+    except UserError:
         return f"layers of several kinds: {words.mechanism_names(model.transformer.mechanisms)}"
 
 

@@ -1,4 +1,4 @@
-"""The input shared by all reports: texts, lengths, and a model to compare with."""
+"""The input that all reports share: texts, lengths, and a model to compare with."""
 
 from collections.abc import Mapping, Sequence
 import dataclasses
@@ -8,7 +8,7 @@ import numpy as np
 
 from kvjax.convert.model import LazyModel
 
-PAPER_LENGTH = 256  # of logit spectra (arXiv 2604.04384)
+PAPER_LENGTH = 256  # tokens that logit spectra (arXiv 2604.04384) measures
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,12 +16,11 @@ class Request:
     """Input of the reports; each uses what it needs.
 
     Attributes:
-      texts: [T] int32 tokens by name, without a BOS token; each at least as long as the longest
-        length.
-      lengths: tokens of the windows that texts are read in, ascending.
+      texts: [T] int32 tokens by name, without a BOS token. T is at least the longest of `lengths`.
+      lengths: tokens per window of text, ascending.
       beside: another model to compare with, such as one of the same shape with full heads.
-      snapshots: a run's (step, model) pairs, ascending; may be empty.
-      heads: (layer, head) pairs whose maps are shown; empty: the most distinctive ones.
+      snapshots: (step, model) of a run's snapshots, ascending; may be empty.
+      heads: (layer, head) pairs to show as attention maps; empty: the most distinctive heads.
     """
 
     texts: Mapping[str, np.ndarray]
@@ -33,5 +32,5 @@ class Request:
 
 
 def reference_length(lengths: Sequence[int]) -> int:
-    """Returns the length nearest to the paper's."""
+    """Returns the length nearest to PAPER_LENGTH, by ratio."""
     return min(lengths, key=lambda length: abs(math.log(length / PAPER_LENGTH)))

@@ -1,4 +1,4 @@
-"""Named texts as a model's tokens: the embedded books, or files."""
+"""Reads named texts (embedded books or files) as a model's tokens."""
 
 from collections.abc import Iterator, Mapping
 import os
@@ -18,22 +18,22 @@ from kvjax.foundation import runtime
 from kvjax.foundation.errors import UserError
 
 EMBEDDED = "embedded"
-MOST_TOKENS = 1 << 18  # maximum read of each text
+MOST_TOKENS = 1 << 18  # tokens read of each text, at most
 _BOOKS = dict(zip(("Shakespeare", "King James Bible"), source_kinds.BOOKS, strict=True))
 _RECORDS = tuple(end for end in (*formats.LINES, formats.PARQUET) if end not in formats.NAMED_ONLY)
 _GIVE = "give NAME=FILE, several separated by commas, or 'embedded'"
 
 
 def sources(option: str, text_key: str = "text") -> dict[str, Source]:
-    """Returns an option's texts by name.
+    """Returns the texts of --texts by name.
 
     Args:
-      option: `NAME=FILE,...`, of text, JSON lines or Parquet; `embedded` means the held-out parts
-        of both books, which no run trains on.
-      text_key: of JSON lines and Parquet, see config.data.
+      option: `NAME=FILE,...` with files of text, JSON lines or Parquet. An item `embedded` stands
+        for the held-out parts of both embedded books, which no run trains on.
+      text_key: key of the text in JSON lines and Parquet.
 
     Raises:
-      UserError: an item of another form, a repeated name, or a missing file.
+      UserError: an item has another form, a name is repeated, or a file is missing.
     """
     by_name: dict[str, Source] = {}
     for item in option.split(","):
@@ -66,13 +66,14 @@ def _file(name: str, file: str, text_key: str) -> Source:
 
 
 def tokens(sources: Mapping[str, Source], model: LazyModel, longest: int) -> dict[str, np.ndarray]:
-    """Returns the [T] int32 tokens of each text, without a BOS token; reads no weights.
+    """Returns the [T] int32 tokens of each text, without a BOS token.
 
     Args:
-      longest: minimum number of tokens.
+      model: the model whose tokenizer is used; its weights are not read.
+      longest: number of tokens that each text must have.
 
     Raises:
-      UserError: a text that is not UTF-8, cannot be read, or is too short.
+      UserError: a text is not UTF-8, cannot be read, or is too short.
     """
     tokenizer = tokenizer_lib.from_json(model.tokenizer_json, f"the tokenizer of {model.name}")
     by_name = {}

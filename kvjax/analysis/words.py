@@ -1,4 +1,4 @@
-"""Text shared by reports: names of mechanisms and layers."""
+"""Names of mechanisms and layers, and other text that reports share."""
 
 from collections.abc import Sequence
 
@@ -7,12 +7,12 @@ from kvjax.model.config import TransformerConfig
 
 
 def mechanism_names(configs: Sequence[MechanismConfig]) -> str:
-    """Returns the distinct mechanisms of a model's layers."""
+    """Returns the titles of the distinct mechanisms of a model's layers, joined."""
     return "; ".join(dict.fromkeys(config.title for config in configs))
 
 
 def before_cap(config: TransformerConfig) -> str:
-    """Returns a sentence on logits that are measured before their soft cap; "" without one."""
+    """Returns a sentence that logits are measured before their soft cap; "" without a soft cap."""
     cap = config.block.attention_softcap
     return (
         f" E has the logits before their soft cap of {cap:g}, which attention applies."
@@ -22,7 +22,7 @@ def before_cap(config: TransformerConfig) -> str:
 
 
 def stages(num_layers: int) -> dict[str, int]:
-    """Returns the first, middle and last layer by name (early, middle, late in LRKV)."""
+    """Returns the first, middle and last layer by name; LRKV calls them early, middle and late."""
     layers = {"early": 0, "middle": num_layers // 2, "late": num_layers - 1}
     name_of_layer = {index: name for name, index in reversed(layers.items())}
     return {f"{name_of_layer[index]}, layer {index}": index for index in sorted(name_of_layer)}

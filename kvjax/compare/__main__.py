@@ -6,8 +6,8 @@
     python -m kvjax.compare runs/base --scores=runs/mid   # with scores after mid-training
 
 Runs that differ only in their seed become one curve with a 95 % band. Prints a table and writes
-compare.html (a self-contained file), compare.png and compare.json. Reads only metrics, so it works
-on buckets, runs of other machines and unfinished runs.
+compare.html (a self-contained file), compare.png and compare.json. Reads configs, metrics and
+scores, but no weights. Workdirs may be in a bucket or come from another machine.
 """
 
 import argparse
@@ -60,8 +60,8 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     add("workdirs", nargs="*", metavar="WORKDIR", help="a run's folder, or a folder of runs")
     text = "seed: runs that differ only in their seed are one curve; none: a curve per run (seed)"
     add("--group", default="seed", help=text)
-    add("--against", default="", help="the curve that others are compared with (the first)")
-    text = "comma-separated workdirs whose evaluations count for the run they started from"
+    add("--against", default="", help="name of the curve that others are compared with (the first)")
+    text = "comma-separated workdirs; each gives its scores to the compared run it started from"
     add("--scores", default="", help=text)
     add("--out", default="runs/compare", help="the folder to write (runs/compare)")
     text = f"repeat every N seconds ({_WATCH}) until all runs have ended"
@@ -89,17 +89,17 @@ def main(arguments: list[str]) -> None:
 
 
 def _watched(options: argparse.Namespace, target: epath.Path, out: Output) -> dict:
-    """Compares once, or repeatedly until all runs have ended; returns the last result.
+    """Compares once, or with --watch until all runs have ended; returns the last result.
 
-    The runs of the first comparison must be comparable. In later ones, a folder that disappears, or
-    a new run that is not comparable, is skipped.
+    The runs of the first comparison must be comparable. Later comparisons skip a folder that has
+    disappeared, and a new run that is not comparable.
     """
     if not options.watch:
         return _once(options, target, out, *_read(options.workdirs, running=False))
     names, removed, first = list(options.workdirs), [], set()
     while True:
         missing = [name for name in names if first and not runs_lib.is_there(name)]
-        removed += [SkippedRun(name, "is not there any more") for name in missing]
+        removed += [SkippedRun(name, "does not exist any more") for name in missing]
         names = [name for name in names if name not in missing]
         runs, left_out = _read(names, running=True) if names else ([], [])
         if first:
@@ -109,7 +109,7 @@ def _watched(options: argparse.Namespace, target: epath.Path, out: Output) -> di
                 reasons |= groups_lib.repeats([run for run in runs if run.name not in reasons])
             left_out += [SkippedRun(name, why) for name, why in reasons.items()]
             runs = [run for run in runs if run.name not in reasons]
-        # Wait for runs without an evaluation yet, but not for those that cannot be read.
+        # Wait for runs that may be evaluated later, but not for runs that cannot be read.
         waiting = [skipped for skipped in left_out if skipped.may_come]
         all_ended = all(run.finished for run in runs) and not waiting
         if runs or all_ended:
@@ -159,7 +159,7 @@ def _once(options, target: epath.Path, out: Output, runs, left_out, first=frozen
         about = _about(runs)
         summary = [Point("", sentence) for sentence in sentences]
         html = document.page(
-            "Runs compared", _LEAD, sections, about, summary=summary, again=reload_seconds
+            "Runs compared", _LEAD, sections, about, summary=summary, reload_seconds=reload_seconds
         )
         result = dict(
             about=about,
@@ -183,9 +183,13 @@ def _once(options, target: epath.Path, out: Output, runs, left_out, first=frozen
 
 
 def _reference(name: str, groups: Sequence[Group], first: Collection[str]) -> Group:
-    """Returns the group that others are compared with: by name, or the first.
+    """Returns the group that others are compared with.
 
-    With --watch, a name may change as other runs of its config appear, or disappear with its run.
+    Args:
+      name: value of --against; "": the first group.
+      first: names of the runs of the first comparison, if this is a later one. The group's name
+        may have changed since, because runs of the same config name appeared. If the group has
+        disappeared, the first group takes its place.
     """
     if not name:
         return groups[0]

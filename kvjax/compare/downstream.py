@@ -1,7 +1,8 @@
-"""Benchmark scores of compared runs: the vertical axis of LRKV's figure 5.
+"""Reads the benchmark scores of compared runs, the vertical axis of LRKV's figure 5.
 
-`kvjax.evaluate` writes WORKDIR/evaluations/STEP/summary.json. A run has the scores of its own
-workdir, or of a run that started from it (mid-training: parent.json names the parent).
+`kvjax.evaluate` writes them to WORKDIR/evaluations/STEP/summary.json. WORKDIR is the run's own
+workdir, or that of a run that was started from it, such as mid-training (parent.json names the
+parent).
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,7 @@ Scores = Mapping[str, Mapping[str, float]]  # by run, by measure
 
 
 def read(runs: Sequence[ComparedRun], names: Sequence[str]) -> tuple[Scores, list[SkippedRun]]:
-    """Returns the scores of the compared runs, and workdirs without a usable score.
+    """Returns the scores of the compared runs, and the workdirs whose scores are not used.
 
     Args:
       runs: the compared runs.
@@ -60,7 +61,7 @@ def read(runs: Sequence[ComparedRun], names: Sequence[str]) -> tuple[Scores, lis
 
 
 def points(groups: Sequence[Group], scores: Scores, measure: str) -> dict[str, dict[int, float]]:
-    """Returns the score of each finished seed, by group; omits groups without scores."""
+    """Returns by group the score of each finished seed; leaves out groups without scores."""
     by_group = {}
     for group in groups:
         by_seed = {

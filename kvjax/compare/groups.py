@@ -31,8 +31,8 @@ class Group:
     """Runs of one config with different seeds.
 
     Attributes:
-      name: of the config; with the keys that differ, if several configs have that name.
-      runs: by seed.
+      name: name of the config. If several configs have that name, the keys that differ are added.
+      runs: the runs by seed.
     """
 
     name: str
@@ -49,17 +49,17 @@ class Group:
 
     @functools.cached_property
     def ended(self) -> list[ComparedRun]:
-        """Finished runs, which give the group's numbers; all runs while none has finished."""
+        """The runs that the group's numbers come from: the finished ones, or all if none is."""
         return [run for run in self.runs.values() if run.finished] or list(self.runs.values())
 
     @property
     def tokens(self) -> int:
-        """Training tokens up to the last evaluation of the shortest run in `ended`."""
+        """Training tokens until the last evaluation, the minimum over `ended`."""
         return int(min(run.tokens[-1] for run in self.ended))
 
     @property
     def seconds(self) -> float:
-        """Training seconds up to the last evaluation, mean over `ended`."""
+        """Training seconds until the last evaluation, the mean over `ended`."""
         return float(np.mean([run.seconds[-1] for run in self.ended]))
 
     @functools.cached_property
@@ -69,8 +69,8 @@ class Group:
 
     @functools.cached_property
     def family(self) -> str:
-        """A key that is equal for runs that differ only in length or seed."""
-        keys = {key: x for key, x in self.one.what.items() if key != runs_lib.STEPS}
+        """A string that is equal for runs that differ only in their length or seed."""
+        keys = {key: x for key, x in self.one.computation.items() if key != runs_lib.STEPS}
         return json.dumps(keys, sort_keys=True)
 
     @property
@@ -111,25 +111,25 @@ def groups(runs: Sequence[ComparedRun], way: str) -> list[Group]:
         raise UserError(f"{name} {why}: give one of them, or --group=none")
     by_config: dict[str, dict[int, ComparedRun]] = {}
     for run in runs:
-        by_config.setdefault(json.dumps(run.what, sort_keys=True), {})[run.seed] = run
+        by_config.setdefault(json.dumps(run.computation, sort_keys=True), {})[run.seed] = run
     members = [dict(sorted(by_seed.items())) for by_seed in by_config.values()]
     names = _names([next(iter(by_seed.values())) for by_seed in members])
     return [Group(name, by_seed) for name, by_seed in zip(names, members, strict=True)]
 
 
 def repeats(runs: Sequence[ComparedRun]) -> dict[str, str]:
-    """Returns runs that repeat an earlier run's config and seed, and why ("has ...")."""
+    """Returns the names of runs that repeat an earlier run's config and seed, with the reasons."""
     first: dict[tuple[str, int], ComparedRun] = {}
     reasons = {}
     for run in runs:
-        earlier = first.setdefault((json.dumps(run.what, sort_keys=True), run.seed), run)
+        earlier = first.setdefault((json.dumps(run.computation, sort_keys=True), run.seed), run)
         if earlier is not run:
             reasons[run.name] = f"has the config and the seed ({run.seed}) of {earlier.name}"
     return reasons
 
 
 def _names(runs: Sequence[ComparedRun]) -> list[str]:
-    """Returns each config's name; with the keys that differ if several have that name."""
+    """Returns the names of groups, given one run of each; see `Group.name`."""
     by_name: dict[str, list[ComparedRun]] = {}
     for run in runs:
         by_name.setdefault(run.experiment.name, []).append(run)
@@ -143,8 +143,8 @@ def _names(runs: Sequence[ComparedRun]) -> list[str]:
 
 
 def _differing(one: ComparedRun, other: ComparedRun) -> set[str]:
-    keys = one.what.keys() | other.what.keys()
-    return {key for key in keys if one.what.get(key) != other.what.get(key)}
+    keys = one.computation.keys() | other.computation.keys()
+    return {key for key in keys if one.computation.get(key) != other.computation.get(key)}
 
 
 def without_curve(groups: Sequence[Group]) -> list[SkippedRun]:

@@ -1,4 +1,4 @@
-"""Shows a comparison: tables for a terminal, sections of a page, panels of a picture."""
+"""Shows a comparison as tables in a terminal, sections of a page and panels of a picture."""
 
 from collections.abc import Callable, Mapping, Sequence
 import math
@@ -18,10 +18,11 @@ from kvjax.foundation.intervals import Estimate, difference, estimate
 
 _MAX_POINTS = 200  # of a drawn curve
 _BPB = "validation bits per byte"
-# Horizontal axes by name: label, values of a curve, and units, largest first.
+# Units of horizontal axes, largest first.
 _FLOPS = ((1e18, "exaFLOPs"), (1e15, "petaFLOPs"), (1e12, "teraFLOPs"), (1e9, "gigaFLOPs"))
 _TOKENS = ((1e9, "billions"), (1e6, "millions"), (1e3, "thousands"), (1, "one by one"))
 _SECONDS = ((86_400, "days"), (3600, "hours"), (1, "seconds"))
+# A horizontal axis: its label, a function that returns its values for a curve, and its units.
 Axis = tuple[str, Callable[[Group, Curve], np.ndarray], Sequence[tuple[float, str]]]
 AXES: Mapping[str, Axis] = {
     "tokens": ("tokens", lambda _, curve: curve.tokens, _TOKENS),
@@ -39,18 +40,21 @@ AXES: Mapping[str, Axis] = {
 }
 _CAPTIONS = {
     "tokens": "Loss of each model on the same training tokens.",
-    "flops": "FLOPs of the forward and backward pass, from shapes: matrices, and attention over "
-    "all keys of a row, without recomputation.",
-    "six_n": "6N FLOPs per token: N is the weights that multiply a token, without the input "
-    "embedding and attention's products. LRKV's figure 4: 733 exaFLOPs of MHA are 6 x 2.444B "
-    "weights x 50B tokens.",
-    "seconds": "Training steps only, without compilation, evaluation and saving. Not comparable "
-    "between machines, or under other load.",
+    "flops": "FLOPs of the forward and backward pass, computed from shapes: products with weights, "
+    "and attention over all keys of a row, without recomputation.",
+    "six_n": "6N FLOPs per token, where N counts the weights of matrix products; the input "
+    "embedding and attention's products are not counted. LRKV's figure 4 does so: 733 exaFLOPs of "
+    "MHA are 6 x 2.444B weights x 50B tokens.",
+    "seconds": "Time of training steps, without compilation, evaluation and saving. Not comparable "
+    "between machines, or if other programs ran.",
 }
 
 
 def rows(groups: Sequence[Group], reference: Group) -> list[dict]:
-    """Returns a row per group: costs and final loss."""
+    """Returns a row per group: costs, final loss, and the loss minus the reference's.
+
+    The difference is paired by seed; it is None for groups of another length than the reference.
+    """
     result = []
     for group in groups:
         final = group.final
@@ -77,7 +81,7 @@ def rows(groups: Sequence[Group], reference: Group) -> list[dict]:
 
 
 def _keys(name: str, value: Estimate | None) -> dict:
-    """Returns an estimate as two keys of a row; `_estimate` reads them."""
+    """Returns an estimate as two fields of a row, which `_estimate` reads."""
     return {name: value and value.mean, f"{name}_half_interval": value and value.half}
 
 
@@ -90,8 +94,8 @@ def _shown(row: Mapping, name: str, digits: str) -> str:
     return "-" if value is None else value.shown(digits)
 
 
-def _if_not_all(row: Mapping) -> str:
-    """Returns the finished seeds as text, if others have not finished; else ""."""
+def _partial_seeds(row: Mapping) -> str:
+    """Returns the finished seeds as text if some seeds have not finished; else ""."""
     is_partial = 0 < len(row["finished_seeds"]) < len(row["seeds"])
     return f" (seed {_seeds(row)})" if is_partial else ""
 
@@ -116,7 +120,7 @@ def terminal(results: Sequence[Mapping], reference: Group) -> output.Table:
             f"{row['flops'] / unit:.4g}",
             f"{row['flops_six_n'] / unit:.4g}",
             f"{row['seconds']:,.0f}" if row["seconds"] else "-",
-            _shown(row, "bpb", ".4f") + _if_not_all(row),
+            _shown(row, "bpb", ".4f") + _partial_seeds(row),
             _shown(row, "against", "+.4f"),
         )
         for row in results
@@ -144,9 +148,9 @@ def savings_table(saved: Sequence[Saving]) -> output.Table:
 
 
 _HORIZON = (
-    "within a run, as in LRKV's figure 3: tokens at which the leader, in the middle of its "
-    "schedule, passes the other's final loss. Equal horizon: from finished runs of several "
-    "lengths; - if their losses do not enclose the other's"
+    "within a run, as in LRKV's figure 3: from the tokens at which the leader, in the middle of "
+    "its schedule, passes the other's final loss. Equal horizon: from final losses of the leader's "
+    "config at several lengths; - if these do not enclose the other's final loss"
 )
 
 
@@ -169,8 +173,8 @@ def sections(
     """Returns the sections of the page.
 
     Args:
-      results: of `rows`.
-      lacking: of `groups.missing_seeds`.
+      results: result of `rows`.
+      lacking: result of `groups.missing_seeds`.
     """
     page = []
     if cache := _cache_points(groups):
@@ -228,12 +232,12 @@ def _results(
     if finished:
         best = min(finished, key=lambda row: row["bpb"])
         lead += f" The best: {best['name']}, {_shown(best, 'bpb', '.4f')} bits per byte"
-        lead += f"{_if_not_all(best)}."
+        lead += f"{_partial_seeds(best)}."
     return Section("results", "Results", lead, [], tables, dict(rows=list(results)))
 
 
 def _axes(groups: Sequence[Group]) -> list[str]:
-    """Returns the axes for which there is data."""
+    """Returns the names of axes for which there is data."""
     timed = any(np.isfinite(group.curve.seconds).any() for group in groups)
     return [name for name in AXES if name != "seconds" or timed]
 
@@ -265,7 +269,7 @@ def _unit(largest: float, units: Sequence[tuple[float, str]]) -> tuple[float, st
 
 
 def _thinned(curve: Curve) -> Curve:
-    """Returns a curve at up to _MAX_POINTS points: the last one, and more where it is steep."""
+    """Returns up to _MAX_POINTS points of a curve, denser at its steep beginning."""
     count = len(curve.steps)
     if count <= _MAX_POINTS:
         return curve
@@ -296,7 +300,7 @@ def _cache_points(groups: Sequence[Group]) -> dict:
 
 
 def _score_points(groups: Sequence[Group], scores: Scores) -> list[dict]:
-    """Returns arguments of `draw.live_lines` per measure, for scores against bits per byte."""
+    """Returns arguments of `draw.live_lines` for each score against bits per byte."""
     panels = []
     by_name = {group.name: group for group in groups}
     for measure, label in downstream.MEASURES.items():
@@ -317,7 +321,7 @@ def _interval(value: Estimate) -> tuple[list[float], list[float]]:
 
 
 def _ends(panels: Sequence[dict]) -> Section:
-    """Returns a section with a figure per panel of final points, means over seeds."""
+    """Returns the section of final results, with a figure per panel."""
     drawn, data = [], {}
     for arguments in panels:
         points = {name: (x[0], y[0]) for name, (x, y) in arguments["series"].items()}
@@ -338,7 +342,7 @@ def _caption(x: str, points: Mapping[str, tuple[float, float]]) -> str:
 
 
 def _figure(arguments: dict, caption: str) -> Figure:
-    """Returns a figure of `draw.live_lines`, with its points in words."""
+    """Returns a figure of `draw.live_lines`, with its points as text."""
     svg, curves = draw.live_lines(**arguments)
     y = arguments["y"]
     title = f"{y[0].upper()}{y[1:]} against {arguments['x']}"
@@ -346,7 +350,7 @@ def _figure(arguments: dict, caption: str) -> Figure:
 
 
 def _data(group: Group) -> dict:
-    """Returns a curve's data, to redraw it."""
+    """Returns a group's curve, JSON-able."""
     curve = group.curve
     columns = ("steps", "tokens", "seconds", "bpb", "half")
     return {name: getattr(curve, name) for name in columns} | dict(seeds=sorted(group.runs))

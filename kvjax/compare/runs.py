@@ -22,10 +22,9 @@ from kvjax.foundation.files import forget_listings
 from kvjax.workdir import checkpoint, metrics, storage, trained
 
 CONFIG = "config.json"
-# Threads that read workdirs: each has four small files, and a bucket has a high latency.
-_THREADS = 16
-_MAX_DEPTH = 3  # of folders that are searched for workdirs
-_MAX_STEPS, _MAX_SPEED = 2**53, 1e18  # tokens/s; larger values are damaged records
+_THREADS = 16  # read workdirs in parallel, since a bucket has a high latency
+_MAX_DEPTH = 3  # levels of subfolders that are searched for workdirs
+_MAX_STEPS, _MAX_SPEED = 2**53, 1e18  # steps, tokens/s; records with larger values are damaged
 # Config keys that name a run and change no computation (`workdir.identity` drops others).
 _COSMETIC = ("name", "train.seed")
 SEED, STEPS, _SOURCE = "train.seed", "train.num_steps", "data.source"
@@ -39,7 +38,7 @@ class ComparedRun:
 
     Attributes:
       keys: flattened config, as "model.mlp_dim".
-      data: properties that must be equal for bits per byte to be comparable, by name.
+      data: properties by name; bits per byte of two runs are comparable if all are equal.
       steps, bpb: [evaluations] of the validation split, steps ascending.
       seconds: [evaluations] training time so far, without compilation and evaluation; nan if
         timing.jsonl lacks it.
@@ -71,10 +70,11 @@ class ComparedRun:
         return float(self.bpb[-1])
 
     @functools.cached_property
-    def what(self) -> dict[str, object]:
-        """Config keys that determine the computation, without the seed and without default values.
+    def computation(self) -> dict[str, object]:
+        """Config keys that determine the computation, except for the seed.
 
-        Defaults are dropped, so that a run from before a key existed equals a run with its default.
+        Keys with default values are left out: a run that was made before a key existed then equals
+        a run with that key's default.
         """
         defaults = {
             key: list(value) if isinstance(value, tuple) else value  # as in JSON
@@ -104,16 +104,16 @@ class SkippedRun:
 
 
 def is_there(name: str) -> bool:
-    """Returns True if a folder exists now."""
+    """Returns True if a folder exists, without using cached listings of a bucket."""
     path = runtime.path("a workdir", name)
     forget_listings(path)
     return path.exists()
 
 
 def workdirs(names: Sequence[str]) -> list[tuple[str, epath.Path]]:
-    """Returns the named workdirs, and workdirs in named folders.
+    """Returns (name, path) of the workdirs that are named or lie in a named folder.
 
-    Folders without a workdir are included: `read` reports them.
+    A named folder without workdirs is included, too; `read` then reports it as skipped.
 
     Raises:
       UserError: a name that does not exist, or is a file.
@@ -126,16 +126,16 @@ def workdirs(names: Sequence[str]) -> list[tuple[str, epath.Path]]:
         if not path.is_dir():
             raise UserError(f"{name}: is a file; give workdirs of runs, or a folder of them")
         name = os.fsencode(name.rstrip("/")).decode(errors="backslashreplace")
-        # A run that is just starting has no config yet; `read` reports it.
+        # A folder without workdirs may be that of a run that is about to write its config.
         by_name |= _workdirs_in(name, path, _MAX_DEPTH) or {name: path}
     return list(by_name.items())
 
 
 def _workdirs_in(name: str, path: epath.Path, depth: int) -> dict[str, epath.Path]:
-    """Returns the workdirs in a folder; if it has none, those in its subfolders (as sweeps/a).
+    """Returns the workdirs in a folder or, if it has none, in its subfolders.
 
-    If the folder has workdirs, its subfolders that contain others are returned beside them: `_read`
-    reports these subfolders.
+    If the folder has workdirs of its own, subfolders that contain further workdirs are returned
+    beside them, so that `_read` reports them as skipped.
     """
     if (path / CONFIG).exists():
         return {name: path}
@@ -182,8 +182,8 @@ def _read(name: str, workdir: epath.Path, *, running: bool) -> ComparedRun | Ski
     records = _records(name, workdir, metrics.METRICS)
     evaluated = {r["step"]: r["validation_bpb"] for r in records if "validation_bpb" in r}
     if not evaluated:
-        # Training evaluates before it saves the last step, so a saved last step without an
-        # evaluation is final; so are converted models, which have checkpoints but no metrics.
+        # No evaluation will follow if the last step is saved, since training evaluates before it
+        # saves, or if the model was converted (it then has checkpoints but no metrics).
         saved = storage.steps(workdir / checkpoint.CHECKPOINTS)
         converted = bool(saved) and not (workdir / metrics.METRICS).exists()
         ended = converted or experiment.train.num_steps in saved
@@ -224,7 +224,7 @@ def _records(name: str, workdir: epath.Path, file: str) -> list[dict]:
 def _is_finished(workdir: epath.Path, experiment: config_lib.Experiment, last: int) -> bool:
     if experiment.train.num_steps:
         return last >= experiment.train.num_steps
-    # One epoch of a mixture, whose number of steps is not in the config.
+    # The run is one epoch of a mixture, and the config does not have its number of steps.
     return last in storage.steps(workdir / checkpoint.CHECKPOINTS)
 
 
@@ -243,14 +243,15 @@ def _digest(path: epath.Path) -> str:
 
 
 def _seconds(name: str, workdir: epath.Path, tokens: np.ndarray, steps: np.ndarray) -> np.ndarray:
-    """Returns the training seconds up to each step, summed over a run's processes.
+    """Returns the training seconds up to each step, summed over a run's successive processes.
 
-    A record has the mean rate since its process's first step; the first step itself is counted at
-    that rate. Steps that a later process repeats count once.
+    Each record has the mean tokens/s since its process started. Steps that a later process repeats,
+    after an interruption, are counted once.
     """
     per_step = tokens[-1] / steps[-1]
     recorded_steps, recorded_seconds = [0], [0.0]
-    first, before, rate = 1, 0.0, None  # of a process: first step, seconds before it; tokens/s
+    first, before = 1, 0.0  # first step of the current process, and the seconds before that step
+    rate = None  # tokens/s of the last record
     for record in _records(name, workdir, metrics.TIMING):
         step = max(record["step"], 1)
         if step > _MAX_STEPS:
@@ -272,9 +273,9 @@ def _seconds(name: str, workdir: epath.Path, tokens: np.ndarray, steps: np.ndarr
 
 
 def incomparable(runs: Sequence[ComparedRun]) -> dict[str, str]:
-    """Returns the runs whose validation data differ, or may differ, from the first run's.
+    """Returns by name the reasons why runs cannot be compared.
 
-    The values are reasons: "cannot be compared ...".
+    Their validation data differ from the first run's, or are unknown.
     """
     if len(runs) == 1:
         return {}
@@ -298,7 +299,7 @@ def incomparable(runs: Sequence[ComparedRun]) -> dict[str, str]:
 
 
 def check_comparable(runs: Sequence[ComparedRun]) -> None:
-    """Raises a UserError for runs whose validation data differ, or may differ."""
+    """Raises a UserError if a run cannot be compared; see `incomparable`."""
     for name, why in incomparable(runs).items():
         raise UserError(f"{name} {why}. Compare runs on the same validation data")
 
@@ -308,10 +309,10 @@ def check_comparable(runs: Sequence[ComparedRun]) -> None:
 
 @functools.lru_cache(maxsize=1024)
 def costs(model, sequence_length: int) -> dict[str, int]:
-    """Returns parameters and, per token, cache bytes (bfloat16), training FLOPs and 6N.
+    """Returns the parameters and, per token, cache bytes (bfloat16), training FLOPs and 6N FLOPs.
 
-    N is the weights that multiply a token, without the input embedding and attention's products, as
-    in LRKV's figure 4, whose 733 exaFLOPs are 6 x 2.444B x 50B tokens.
+    N counts the weights of matrix products, without the input embedding, as in LRKV's figure 4,
+    whose 733 exaFLOPs are 6 x 2.444B weights x 50B tokens.
     """
     return dict(
         parameters=formulas.parameters(model)["total"],

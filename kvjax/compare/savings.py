@@ -1,9 +1,9 @@
-"""Tokens that one model saves in reaching another's final loss, computed in two ways.
+"""Computes how many fewer tokens one model needs to reach another's final loss, in two ways.
 
 LRKV's figure 3 takes the step at which one run passes another's final loss ("fewer steps"). At that
 step the first run is in the middle of its schedule, while the second has decayed its learning rate,
-so the saving is underestimated. `at_equal_horizon` compares finished runs only: final losses of the
-first config at several lengths give the length that it would need.
+so this underestimates the saving. `at_equal_horizon` uses finished runs only: it interpolates
+between the final losses of the first config at several lengths.
 """
 
 from collections.abc import Sequence
@@ -26,8 +26,8 @@ class Saving:
       tokens: training tokens of the group behind.
       within_a_run: share of tokens that the leader saves by LRKV's figure 3; None if one of its
         seeds never reaches the loss.
-      at_equal_horizon: the same from finished runs; None if the leader's config has no runs of two
-        lengths whose losses enclose the other's.
+      at_equal_horizon: the same share, computed from finished runs; None if the leader's config has
+        no finished runs of two lengths whose losses enclose the other's.
     """
 
     leader: str
@@ -38,9 +38,9 @@ class Saving:
 
 
 def savings(groups: Sequence[Group], reference: Group) -> list[Saving]:
-    """Compares each finished group with the reference; the better one of the two leads.
+    """Returns the saving between the reference and each finished group of the same length.
 
-    Groups of another length than the reference's are left out.
+    The one with the lower final loss is the leader.
     """
     if reference.final is None:
         return []
@@ -62,7 +62,7 @@ def savings(groups: Sequence[Group], reference: Group) -> list[Saving]:
 def within_a_run(leader: Group, behind: Group) -> Estimate | None:
     """Returns the share of tokens left when the leader passes the other's final loss (figure 3).
 
-    None if some seed never does, since the mean over the others would be biased.
+    Returns None if a seed never passes it: the mean over the other seeds would be biased.
     """
     shares = [
         _share(leader.runs[seed], final, int(behind.tokens))
@@ -87,10 +87,10 @@ def _share(run: ComparedRun, target: float, tokens: int) -> float | None:
 
 
 def at_equal_horizon(family: Sequence[Group], behind: Group) -> Estimate | None:
-    """Returns the saving from final losses, interpolated linearly in log tokens.
+    """Returns the share of tokens saved, from final losses that are interpolated in log tokens.
 
     Args:
-      family: groups of the leader's config, of several lengths.
+      family: groups of the leader's config that differ in length.
     """
     shares = []
     for seed, target in behind.finals.items():
@@ -101,10 +101,10 @@ def at_equal_horizon(family: Sequence[Group], behind: Group) -> Estimate | None:
 
 
 def _between(ended: Sequence[tuple[int, float]], target: float, tokens: int) -> float | None:
-    """Returns the share of `tokens` saved at a target loss; None if the losses do not enclose it.
+    """Returns the share of `tokens` saved at a target loss; None if no two losses enclose it.
 
     Args:
-      ended: (tokens, final loss) of finished runs, tokens ascending.
+      ended: (tokens, final loss) of finished runs, ascending in tokens.
     """
     for (few, high), (many, low) in itertools.pairwise(ended):
         if low <= target <= high and low < high:

@@ -1,4 +1,4 @@
-"""A comparison in a few sentences: which runs are better, by how much, with how large a cache."""
+"""Writes a comparison's verdict: which runs are better, by how much, with how large a cache."""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,7 +8,7 @@ _MAX_NAMES = 4  # curves that a sentence names per class
 
 
 def lines(rows: Sequence[Mapping], reference: str) -> list[str]:
-    """Returns sentences on the rows of `report.rows`; the first is the verdict.
+    """Returns sentences on the rows of `report.rows`; the first one is the verdict.
 
     Args:
       reference: name of the row that others are compared with.

@@ -228,7 +228,7 @@ def test_advice_splits_weights_as_far_as_they_divide(compiler):
         ((chips, copies),) = re.findall(pattern, text)
         numbers[needed] = int(chips), int(copies or 1)
     assert all(chips // copies in (16, 32) for chips, copies in numbers.values()), numbers
-    assert [copies for _, copies in numbers.values()] == [1, 8, 32], numbers
+    assert [copies for _, copies in numbers.values()] == [1, 16, 64], numbers
 
 
 @pytest.mark.parametrize("remat, passes, sums", [("none", 2, 4), ("full", 3, 6)])

@@ -77,7 +77,7 @@ def test_removed_and_incomparable_runs_are_skipped(two, drawn, tmp_path, capfd, 
     assert len(sleeps) == 1
     output = "".join(capfd.readouterr().out.split())  # lines end at hyphens too
     for line in (
-        f"skipped: {tmp_path / 'named'} is not there any more",
+        f"skipped: {tmp_path / 'named'} does not exist any more",
         f"a_other cannot be compared with {two}/l0: its data set is another",
         "a_third cannot be compared: dataset.json is missing",
         f"a_repeat has the config and the seed (0) of {two}/l0",

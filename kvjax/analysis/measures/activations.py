@@ -1,6 +1,7 @@
-"""Activations of attention on a text: queries, keys and values per layer, and modified attention.
+"""Runs a text through a model and returns each layer's queries, keys and values.
 
-float32, as the model computes them, with one layer's weights in memory.
+Losses can be computed with another function in place of softmax attention. Arrays are float32, as
+the model computes them. One layer's weights are in memory at a time.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,8 +28,8 @@ _QUERY_CHUNK = 64
 class Mask(NamedTuple):
     """The keys that a query attends to."""
 
-    causal: bool = True  # keys up to its own position
-    window: int = 0  # number of latest keys, its own included; 0: all
+    causal: bool = True  # only keys up to the query's own position
+    window: int = 0  # only this many latest keys, the query's own included; 0: all
 
     def visible(self, length: int) -> np.ndarray:
         """Returns [L, L] bool: True if a query (row) attends to a key (column)."""
@@ -38,8 +39,9 @@ class Mask(NamedTuple):
         return seen & ~np.tri(length, k=-self.window, dtype=bool) if self.window else seen
 
 
-# Replacement for softmax attention: queries [B, T, N, H], keys [B, T, K, H], values [B, T, K, Hv],
-# the logits' scale, the mask and the logits' soft cap (0: none) to head outputs [B, T, N, Hv].
+# A replacement for softmax attention: from queries [B, T, N, H], keys [B, T, K, H], values
+# [B, T, K, Hv], the logits' scale, the mask and the logits' soft cap (0: none) it computes the
+# heads' outputs [B, T, N, Hv].
 Attend = Callable[[jax.Array, jax.Array, jax.Array, float, Mask, float], jax.Array]
 
 
@@ -48,11 +50,11 @@ class Layer(NamedTuple):
 
     Attributes:
       query_BTNH, key_BTKH, value_BTKH: as attention uses them, normalised and rotated.
-      plain_query_BTNH, plain_key_BTKH: without RoPE.
-      input_BTD: inputs of attention, after the norm.
+      plain_query_BTNH, plain_key_BTKH: the same queries and keys without RoPE.
+      input_BTD: inputs of attention, after the layer's norm.
       scale: factor of the logits.
-      mask: of the layer.
-      softcap: c in c·tanh(z/c) of the scaled logits z; 0: none.
+      mask: the layer's mask.
+      softcap: c in c·tanh(z/c), applied to scaled logits z; 0: none.
     """
 
     query_BTNH: np.ndarray
@@ -73,7 +75,7 @@ def layers(model: LazyModel, rows_BT: np.ndarray, attend: Attend | None = None) 
       attend: replacement for softmax attention in all layers; later layers see its outputs.
 
     Raises:
-      UserError: queries, keys or values are not finite; names the layer and the heads.
+      UserError: queries, keys or values are not finite. The message names the layer and the heads.
     """
     c, length = model.transformer.block, rows_BT.shape[1]
     run = layerwise.LayerwisePass(model, rows_BT, attention=_attention(attend))
@@ -94,7 +96,7 @@ def layers(model: LazyModel, rows_BT: np.ndarray, attend: Attend | None = None) 
 
 
 def attention(layer: Layer, sequence: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns [N, T, T] probabilities and [T, N, Hv] head outputs on one sequence, in float64."""
+    """Returns [N, T, T] probabilities and [T, N, Hv] head outputs of one sequence, in float64."""
     N, K = layer.query_BTNH.shape[2], layer.key_BTKH.shape[2]
 
     def by_head(x_BTNH):
@@ -124,7 +126,7 @@ def softmax(z_TT: np.ndarray, visible_TT: np.ndarray) -> np.ndarray:
 
 
 def losses(model: LazyModel, rows_BT: np.ndarray, attend: Attend | None = None) -> np.ndarray:
-    """Returns [B, T - 1] losses in nats of every token but each row's first.
+    """Returns [B, T - 1] losses in nats, of every token except each row's first.
 
     Args:
       attend: replacement for softmax attention in all layers.

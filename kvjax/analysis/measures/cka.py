@@ -1,7 +1,7 @@
 """Linear centred kernel alignment (CKA): similarity of two sets of features of the same tokens.
 
-"Similarity of neural network representations revisited" (Kornblith et al. 2019). Invariant to
-rotations, shifts and a common scale of channels.
+From "Similarity of neural network representations revisited" (Kornblith et al. 2019). CKA does not
+change if channels are rotated, shifted, or scaled by a common factor.
 """
 
 from collections.abc import Sequence
@@ -9,18 +9,18 @@ from collections.abc import Sequence
 import numpy as np
 
 _FEWEST = 4  # tokens, for the unbiased estimator
-_NOTHING = 1e-24  # share of the energy below which features differ only by rounding
+_NOTHING = 1e-24  # features with a smaller variance, over their energy, are constant up to rounding
 
 
 def linear_cka(features: Sequence[np.ndarray]) -> np.ndarray:
     """Returns [F, F] CKA of features [T, D], whose widths may differ; nan for constant features.
 
-    Uses the unbiased estimate of HSIC (Song et al. 2012; for CKA: Nguyen et al. 2021), from Gram
-    matrices without their diagonals. The plain estimate gives 0.5 for unrelated features with as
-    many channels as tokens, and layers here are wider than texts are long. For unrelated features
-    the unbiased one is 0 on average, so that single values may be slightly negative.
+    Uses the unbiased estimate of HSIC (Song et al. 2012; for CKA: Nguyen et al. 2021), which leaves
+    out the diagonals of Gram matrices. The biased estimate would give 0.5 for unrelated features
+    with as many channels as tokens, and here there are often more channels than tokens. The
+    unbiased estimate is 0 on average for unrelated features; a single value may be negative.
 
-    Products are of Gram matrices [T, T] if any D > T, else [D, D].
+    Works on Gram matrices [T, T] if any D > T, else on products [D, D].
     """
     centred = [_centred(x_TD.astype(np.float64)) for x_TD in features]
     T = len(centred[0])

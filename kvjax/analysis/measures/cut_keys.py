@@ -1,6 +1,6 @@
-"""Runs of a model with low-rank keys in all layers.
+"""Runs a model with low-rank keys in all layers.
 
-Several variants run side by side, with one layer's weights in memory.
+Several variants run side by side, layer by layer, so that each layer's weights are read once.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,10 +28,11 @@ _COMPUTE = Compute()
 
 
 class Cut(NamedTuple):
-    """Subspaces that keys are projected to, one per row of tokens.
+    """Projection of a layer's keys to low rank.
 
     Attributes:
-      after_rope: True to project keys after RoPE.
+      subspaces: a subspace for each row of tokens.
+      after_rope: True to project keys after RoPE, False before.
     """
 
     subspaces: Sequence[Subspaces]
@@ -40,18 +41,20 @@ class Cut(NamedTuple):
 
 
 class Runs:
-    """Forward passes of rows of tokens, one per variant name, layer by layer."""
+    """Forward passes of variants of a model on the same rows of tokens."""
 
     def __init__(self, model: LazyModel, rows_BT: np.ndarray, names: Sequence[str | tuple | None]):
+        """Starts a forward pass for each name of a variant."""
         self._model = model
         self._pass = layerwise.LayerwisePass(model, rows_BT)
         self._x = {name: list(self._pass.x) for name in names}
         self._program = functools.cache(functools.partial(_program, model, rows_BT.shape[1]))
 
     def layer(self, index: int, cuts: Mapping[str | tuple, Cut], rotated: slice) -> None:
-        """Runs every variant through one layer; variants without a cut keep their keys.
+        """Runs every variant through one layer.
 
         Args:
+          cuts: by name of a variant, the cut of its keys; keys of other variants are not changed.
           rotated: channels that RoPE rotates.
         """
         mechanism, kind = self._model.transformer.layers[index]
@@ -71,7 +74,11 @@ class Runs:
                 start = rows.stop
 
     def losses(self, targets_BT: np.ndarray) -> dict[str | tuple | None, np.ndarray]:
-        """Returns by name [B, t] losses in nats of the last t tokens, after the last layer."""
+        """Returns by name [B, t] losses in nats, after the last layer.
+
+        Args:
+          targets_BT: [B, t] targets of each row's last t tokens.
+        """
         last = [
             x_BTD[:, -targets_BT.shape[1] :] for batches in self._x.values() for x_BTD in batches
         ]
@@ -84,7 +91,7 @@ class Runs:
 def _arrays(cut: Cut) -> tuple[np.ndarray, np.ndarray]:
     """Returns centers [B, J, C] and projectors [B, J, C, C] of all rows, in float32.
 
-    Rows with the same subspaces share the computation.
+    Projectors of a subspace that several rows share are computed once.
     """
     unique = {id(subspaces): subspaces for subspaces in cut.subspaces}
     with few_threads(cut.subspaces[0].center_JC.shape[1]):
@@ -105,7 +112,7 @@ def _program(
     rotated: tuple,
     after_rope: bool,
 ):
-    """Returns a block's compiled forward pass: (weights, x, cut) to the new x."""
+    """Returns a block's compiled forward pass, a function (weights, x, cut) -> x."""
     block = model.transformer.block
     index = np.arange(length, dtype=np.int32)[None]
     positions, no_positions = (
@@ -139,15 +146,15 @@ def _program(
 
 
 def _rotate(k_BTKH: jax.Array, rotated: tuple[int, int], rotary: rope.Rotary | None) -> jax.Array:
-    """Applies RoPE to the keys' channels first to last - 1, given as `rotated`."""
-    first, last = rotated
-    if rotary is None or first == last:
+    """Applies RoPE to keys, in the channels from rotated[0] to rotated[1] - 1."""
+    channels = slice(*rotated)
+    if rotary is None or rotated[0] == rotated[1]:
         return k_BTKH
-    return k_BTKH.at[..., first:last].set(rope.rotate(k_BTKH[..., first:last], rotary))
+    return k_BTKH.at[..., channels].set(rope.rotate(k_BTKH[..., channels], rotary))
 
 
 def _cut(k_BTKH: jax.Array, center_BJC: jax.Array, projector_BJCC: jax.Array) -> jax.Array:
-    """Applies `Subspaces.cut` to each row."""
+    """Does what `Subspaces.cut` does, for a batch of rows."""
     B, T = k_BTKH.shape[:2]
     center_B1JC = center_BJC[:, None]
     k_BTJC = k_BTKH.reshape(B, T, center_BJC.shape[1], -1) - center_B1JC

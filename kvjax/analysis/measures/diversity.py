@@ -1,14 +1,14 @@
-"""Diversity of a layer's heads: inner products of their bilinear forms.
+"""Measures how much a layer's heads differ, by inner products of their bilinear forms.
 
     A_h = W_Q,h W_K,h^T            <A_i, A_j> = tr(A_i^T A_j) = sum of (Q_i^T Q_j) * (K_i^T K_j)
 
-LRKV (arXiv 2601.11471), section 6.3 and appendix C. Forms are invariant to rotating queries and
-keys of a head together, as logits are. The D x D forms are never built: the sums run over H x H
-blocks of the products N·H x D x N·H.
+From LRKV (arXiv 2601.11471), section 6.3 and appendix C. A head's form, like its logits, does not
+change if its queries and keys are rotated together. The D x D forms are never computed; the sum
+runs over the H x H matrices Q_i^T Q_j and K_i^T K_j.
 
-The paper is ambiguous in two places. Inner products are normalised before they are centred here, as
-in appendix C (section 6.3 centres them raw). After centring the rank is at most N - 1, so ranks are
-given as a share of N, as in the paper, and of N - 1.
+The paper is ambiguous in two places. It normalises inner products before centring in appendix C, as
+is done here, but not in section 6.3. And it gives centred ranks as shares of N, although centring
+leaves at most N - 1; here they are also given as shares of N - 1.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from kvjax.analysis.measures.heads import Heads
 from kvjax.foundation.errors import UserError
 
 PARTS = ("key", "value")
-_ROUNDING = 1e-12  # share of the trace below which eigenvalues are rounding
+_ROUNDING = 1e-12  # eigenvalues below this share of the trace are rounding errors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,11 +30,12 @@ class Diversity:
 
     Attributes:
       gram_NN: inner products of the forms.
-      similarity_NN: divided by both norms, -1 to 1.
-      uncentred_N: eigenvalues of the similarities, descending.
-      centred_N: eigenvalues of the centred matrix: variances of principal components.
-      nothing: heads whose form is zero. Their similarity is 0, even to themselves, and each adds a
-        zero to both spectra, so a head that does nothing lowers both ranks.
+      similarity_NN: inner products over both forms' norms, -1 to 1.
+      uncentred_N: eigenvalues of the similarity matrix, descending.
+      centred_N: eigenvalues of the centred similarity matrix, the variances of the forms' principal
+        components.
+      nothing: heads whose form is zero. Their similarity is 0, even to themselves. Each adds an
+        eigenvalue 0 to both spectra and so lowers both ranks.
     """
 
     gram_NN: np.ndarray
@@ -74,7 +75,7 @@ class Diversity:
 
     @property
     def mean_similarity(self) -> float:
-        """Mean of the off-diagonal entries."""
+        """Mean of the similarity matrix's off-diagonal entries."""
         N = self.num_heads
         return float((self.similarity_NN.sum() - np.trace(self.similarity_NN)) / (N * (N - 1)))
 
@@ -102,9 +103,9 @@ def of_layer(heads: Heads, part: str = "key", *, num_distances: int = 0) -> Dive
 def plain_and_rotated(
     heads: Heads, part: str, num_distances: int
 ) -> tuple[Diversity, Diversity | None]:
-    """Returns `of_layer` at distance 0 and averaged over distances, from the same products.
+    """Returns `of_layer` without positions, and averaged over `num_distances` distances.
 
-    The second is None without RoPE or distances.
+    The second is None for values, without RoPE, or if num_distances is 0.
     """
     check(heads.num_heads)
     if part == "value":
@@ -156,9 +157,10 @@ def centred(gram_NN: np.ndarray) -> np.ndarray:
 
 
 class FormProducts:
-    """Inner products of all heads' channels with each other, for both sides of their forms.
+    """Inner products between the channels of all heads, for both factors of the heads' forms.
 
-    One side may have fewer heads; each of them serves equally many heads of the other side.
+    A form is left_h right_h^T. One factor may have fewer heads, such as KV heads in GQA; each is
+    then shared by equally many heads of the other factor.
     """
 
     def __init__(self, left_DNH: np.ndarray, right_DNH: np.ndarray):
@@ -171,20 +173,18 @@ class FormProducts:
             self._sides.append((inner_KHKH, np.arange(N) * K // N))
 
     def gram(self) -> np.ndarray:
-        """Returns [N, N] inner products <A_i, A_j> of the forms A_h = left_h right_h^T (LRKV eq.
-        8).
-        """
+        """Returns [N, N] inner products of the forms (LRKV eq. 8)."""
         return np.stack([np.einsum("ajb,ajb->j", *blocks) for blocks in self._blocks()])
 
     def mean_gram(
         self, rotated: slice, frequencies_F: np.ndarray, num_distances: int
     ) -> np.ndarray:
-        """Returns [N, N] means of <A_i(d), A_j(d)> over d = 0 to n - 1, with A_h(d) = W_Q,h R(d)
-        W_K,h^T.
+        """Returns [N, N] inner products under RoPE, averaged over n distances. Not in the paper.
 
-        A_h(d) gives the logits of a query d tokens after a key, under RoPE. In channels where
-        rotations are diagonal, e^{i·d·theta_a}, the mean multiplies each product of two entries of
-        the Gram blocks by the mean of e^{i·d·(theta_b - theta_a)}: a closed form. Not in the paper.
+        The form A_h(d) = W_Q,h R(d) W_K,h^T gives the logits of a query d tokens after a key. The
+        mean of <A_i(d), A_j(d)> over d = 0 to n - 1 has a closed form in complex channels, where
+        R(d) is diagonal with entries e^{i·d·theta_a}: the product of two entries (a, b) of the Gram
+        blocks is multiplied by the mean of e^{i·d·(theta_b - theta_a)}.
 
         Args:
           rotated, frequencies_F: as in `Heads`.
@@ -206,7 +206,7 @@ class FormProducts:
         return np.stack(rows)
 
     def _blocks(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yields for each head its [H, N, H] inner products with all heads, on both sides."""
+        """Yields for each head its [H, N, H] inner products with all heads, for both factors."""
         for i in range(len(self._sides[0][1])):
             yield tuple(inner[of_N[i]][:, of_N] for inner, of_N in self._sides)
 

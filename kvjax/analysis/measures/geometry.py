@@ -1,14 +1,14 @@
-"""Norms and angles of LRKV's bases and residuals.
+"""Measures norms and angles of LRKV's bases and residuals.
 
     W_k = base_j(k) + residual_k,        residual_k = U_k B_k^T of rank R            # LRKV eq. 1
 
-LRKV (arXiv 2601.11471), section 4 and figure 8. The border between base and residual is a
-convention: a term common to all residuals of a base can belong to either, with the same W_k. (The
-paper says any matrix can move; residuals must keep rank R, though.) So everything is measured
-twice: on the parts as learned, and on canonical parts, which W_k alone determines: the base is the
-mean of its heads, and the residual, of any rank, is the difference from it.
+From LRKV (arXiv 2601.11471), section 4 and figure 8. W_k does not determine its parts: a term that
+all residuals of a base contain could be moved to the base. (The paper says so of any matrix, but
+residuals must keep rank R.) Everything is therefore measured twice: on the parts as learned, and on
+canonical parts, which W_k determines. There, the base is the mean of its heads, and a residual is a
+head's difference from that mean, of any rank.
 
-Weights are as in `heads`: keys are multiplied by their norm's gain, biases are left out.
+As in `heads`, keys are multiplied by their norm's gain, and biases are left out.
 """
 
 from collections.abc import Sequence
@@ -24,8 +24,8 @@ from kvjax.convert.factors import einsum
 from kvjax.convert.model import LazyModel
 from kvjax.foundation.errors import UserError
 
-_SAME = 1e-13  # share of a head's norm below which differences from the mean are rounding
-_ROUNDING = 1e-10  # share of the largest singular value below which directions are rounding
+_SAME = 1e-13  # differences from the mean below this share of a head's norm are rounding errors
+_ROUNDING = 1e-10  # singular values below this share of the largest are rounding errors
 
 
 class BaseAndResiduals(NamedTuple):
@@ -46,21 +46,21 @@ class BaseAndResiduals(NamedTuple):
         return self.base_DKH + self.residual_DKH
 
     def canonical(self) -> "BaseAndResiduals":
-        """Returns the same heads with the mean of each base's heads as the base."""
+        """Returns the canonical parts of the same heads."""
         return canonical_parts(self.total_DKH, self.base_DJH.shape[1], self.rank)
 
 
 def canonical_parts(total_DKH: np.ndarray, bases: int, rank: int) -> BaseAndResiduals:
-    """Splits heads into J means and the differences from them, which may have any rank."""
+    """Returns the canonical parts of heads: J means, and the differences from them."""
     D, K, H = total_DKH.shape
     base_DJH = total_DKH.reshape(D, bases, K // bases, H).mean(axis=2)
     residual_DKH = total_DKH - np.repeat(base_DJH, K // bases, axis=1)
-    residual_DKH[:, norms(residual_DKH) <= _SAME * norms(total_DKH)] = 0  # heads all alike
+    residual_DKH[:, norms(residual_DKH) <= _SAME * norms(total_DKH)] = 0  # all heads are equal
     return BaseAndResiduals(base_DJH, residual_DKH, rank)
 
 
 def random_like(parts: BaseAndResiduals, seed: int | Sequence[int]) -> BaseAndResiduals:
-    """Returns independent normal factors with the norms of these parts, as a baseline."""
+    """Returns a baseline: independent normal factors, scaled to the norms of these parts."""
     rng = np.random.default_rng(seed)
     D, K, H = parts.residual_DKH.shape
     R = parts.rank
@@ -80,7 +80,7 @@ def has_residuals(config: MechanismConfig) -> bool:
 
 
 def of_layer(model: LazyModel, index: int) -> dict[str, BaseAndResiduals]:
-    """Returns a layer's "key" and "value" parts; "value" is missing if values are the keys.
+    """Returns the parts of a layer's keys ("key") and values ("value", unless values are the keys).
 
     Raises:
       UserError: weights are not finite.
@@ -98,7 +98,7 @@ def of_layer(model: LazyModel, index: int) -> dict[str, BaseAndResiduals]:
 
 
 def read(weights: dict, config: GroupedConfig) -> dict[str, BaseAndResiduals]:
-    """Returns the parts of a mechanism's weights, given as a pure dict; see `has_residuals`."""
+    """Returns the parts of a mechanism with residuals, given its weights as a pure dict."""
     by_name = {}
     for name in ("key",) if config.ties_values else ("key", "value"):
 
@@ -120,19 +120,19 @@ def totals(model: LazyModel, index: int) -> dict[str, np.ndarray]:
 
 
 class PartGeometry(NamedTuple):
-    """Bases and residuals of a layer, as learned or canonical, compared.
+    """Comparison of a layer's bases with its residuals, as learned or canonical.
+
+    Columns of the [D, H] matrices are directions of the layer's input.
 
     Attributes:
       base_norm_J, residual_norm_K: Frobenius norms (LRKV figure 8).
-      cosine_K: of each residual and its base as vectors of D·H numbers; nan if one is zero.
-        Canonical residuals of a base sum to zero, and so do their inner products with the base:
-        cosines of both signs occur for any weights.
-      angles: per head the cosines of the principal angles between the columns of its base and the R
-        strongest directions of its residual's columns, descending. Columns are directions of the
-        layer's input.
-      overlap_K: mean squared cosine: the share of the residual's directions inside the base's; nan
-        without a residual. By chance H/D on average for parts as learned, and more for canonical
-        ones, since the mean contains a part of every residual.
+      cosine_K: cosine of each residual and its base, as vectors of D·H numbers; nan if one is zero.
+        Canonical residuals of a base sum to zero, so their cosines have both signs.
+      angles: per head, cosines of the principal angles, descending, between the base's column space
+        and the R strongest column directions of the residual.
+      overlap_K: mean square of these cosines: the share of the residual's directions inside the
+        base's column space; nan without a residual. Random weights give H/D on average as learned,
+        and more in canonical form, since the mean contains a part of every residual.
       reads: orthonormal basis [D, R] of the R strongest directions of each residual.
     """
 
@@ -145,7 +145,7 @@ class PartGeometry(NamedTuple):
 
 
 def part_geometry(parts: BaseAndResiduals) -> PartGeometry:
-    """Compares bases with residuals, see `PartGeometry`."""
+    """Compares bases with residuals; see `PartGeometry`."""
     bases = directions(parts.base_DJH)
     base_K = np.arange(parts.residual_DKH.shape[1]) * len(bases) // parts.residual_DKH.shape[1]
     residuals = directions(parts.residual_DKH, parts.rank)
@@ -163,19 +163,19 @@ def part_geometry(parts: BaseAndResiduals) -> PartGeometry:
 
 
 class BestResiduals(NamedTuple):
-    """Optimal rank-R residuals (Eckart-Young) for heads W_k; losses are shares of |W_k|^2.
+    """Comparison of learned residuals with the best ones of rank R, truncated SVDs (Eckart-Young).
 
-    Learned residuals lose nothing of their own W_k, given their learned base. LRKV section 6.3
-    compares with "the optimal rank-r truncated SVD" and gives no figures.
+    Losses are shares of |W_k|², the squared norm of a head. LRKV section 6.3 announces a comparison
+    with "the optimal rank-r truncated SVD" and gives no figures.
 
     Attributes:
-      alone_K: loss of the best rank-R matrix in place of W_k, without a base.
-      with_mean_K: loss of the heads' mean as base, with the best residuals of rank R.
-      overlap_K: share of the learned residual's directions (columns) inside the best residual's;
-        nan without a residual. By chance R/D on average for another model's heads; for its own
-        heads far more, even with random factors.
-      distance_K: |learned - best| / |best|, Frobenius norms; nan if the best is zero. 0: identical;
-        1: the learned residual is zero; sqrt(2), on average: unrelated, of equal norm.
+      alone_K: loss if the best rank-R matrix replaces W_k, without a base.
+      with_mean_K: loss if the mean of the heads, plus the best rank-R residual, replaces W_k.
+      overlap_K: share of the learned residual's column directions inside those of the best; nan
+        without a residual. For unrelated heads it is R/D on average. For the residual's own heads
+        it is far more, even with random factors.
+      distance_K: |learned - best| / |best|, Frobenius norms; nan if the best is zero. 0: equal; 1:
+        the learned residual is zero; sqrt(2) on average: unrelated residuals of equal norm.
     """
 
     alone_K: np.ndarray
@@ -190,22 +190,22 @@ def best_residuals(
     learned: BaseAndResiduals,
     reads: Sequence[np.ndarray],
 ) -> BestResiduals:
-    """Compares learned residuals with the best ones for heads of the same or another model.
+    """Compares learned residuals with the best ones for the heads of the same or another model.
 
-    For another model the overlap is meaningful only if head k corresponds to head k: one model was
-    made from the other, or both started from the same weights.
+    For another model, the overlap is meaningful only if its head k corresponds to head k: one model
+    was made from the other, or both started from the same weights.
 
     Args:
-      heads: canonical parts.
-      canonical: geometry of these parts.
+      heads: canonical parts of the heads that the best residuals approximate.
+      canonical: geometry of `heads`.
       learned: parts as learned.
-      reads: directions of the learned residuals, from their geometry.
+      reads: `PartGeometry.reads` of `learned`.
     """
     total_DKH = heads.total_DKH
     energy_K = norms(total_DKH) ** 2
     pairs = zip(canonical.reads, reads, strict=True)
     best_DKH = np.empty_like(total_DKH)
-    for k, best_DR in enumerate(canonical.reads):  # Eckart-Young: projected on its strongest
+    for k, best_DR in enumerate(canonical.reads):  # Eckart-Young: project to the best directions
         best_DKH[:, k] = best_DR @ (best_DR.T @ heads.residual_DKH[:, k])
     return BestResiduals(
         _ratios(lost(total_DKH, heads.rank), energy_K),
@@ -227,15 +227,15 @@ def cosines(left_DKH: np.ndarray, right_DKH: np.ndarray) -> np.ndarray:
 
 
 def _ratios(numerator_K: np.ndarray, denominator_K: np.ndarray) -> np.ndarray:
-    """Returns ratios; nan over zero."""
+    """Returns [K] ratios; nan where the denominator is 0."""
     nan_K = np.full(len(denominator_K), np.nan)
     return np.divide(numerator_K, denominator_K, out=nan_K, where=denominator_K > 0)
 
 
 def directions(w_DKH: np.ndarray, rank: int | None = None) -> list[np.ndarray]:
-    """Returns per head an orthonormal basis [D, R] of its columns: all, or the R strongest.
+    """Returns per head an orthonormal basis [D, R] of its column space, or of its R strongest part.
 
-    A head of lower rank has fewer: directions at the level of rounding are left out.
+    Directions at the level of rounding are left out, so a head of lower rank has fewer.
     """
     bases = []
     for w_DH in w_DKH.transpose(1, 0, 2):
@@ -246,11 +246,10 @@ def directions(w_DKH: np.ndarray, rank: int | None = None) -> list[np.ndarray]:
 
 
 def principal_cosines(left_DA: np.ndarray, right_DB: np.ndarray) -> np.ndarray:
-    """Returns the cosines of the principal angles between two subspaces (orthonormal bases),
-    descending.
+    """Returns [B] cosines of the principal angles between two subspaces, descending.
 
-    As many as the right subspace has dimensions, zero-padded if the left one has fewer. Björck and
-    Golub 1973.
+    The subspaces are given by orthonormal bases. If the left one has fewer dimensions than the
+    right one, zeros are appended (Björck and Golub 1973).
     """
     values = np.linalg.svd(left_DA.T @ right_DB, compute_uv=False) if left_DA.size else np.zeros(0)
     cosines_B = np.zeros(right_DB.shape[1])
@@ -259,7 +258,7 @@ def principal_cosines(left_DA: np.ndarray, right_DB: np.ndarray) -> np.ndarray:
 
 
 def overlap(cosines_B: np.ndarray) -> float:
-    """Returns the mean square; nan for no directions."""
+    """Returns the mean square of cosines; nan if there are none."""
     return float(np.mean(cosines_B**2)) if cosines_B.size else np.nan
 
 

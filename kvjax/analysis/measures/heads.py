@@ -1,8 +1,8 @@
-"""A layer's attention as matrices per head, in float64, for any mechanism.
+"""Reads a layer's attention as matrices per head, in float64, for any mechanism.
 
-Queries, keys and values are linear in a layer's input except for norms and RoPE. Their matrices are
-read off by projecting unit vectors through the mechanism, without norms (gains stay) and without
-positions, so new mechanisms need no code here.
+Without norms and RoPE, queries, keys and values are linear in a layer's input. Projecting unit
+vectors through the mechanism, with norms reduced to their gains and without positions, therefore
+gives their matrices. A new mechanism needs no code here.
 """
 
 from collections.abc import Iterable, Iterator
@@ -24,19 +24,19 @@ from kvjax.layers import rope
 from kvjax.layers.norm import Norm
 
 _TOLERANCE = 1e-9  # relative error of a linear map
-_FEW_CHANNELS = 8  # input width for checks on random weights
+_FEW_CHANNELS = 8  # input width D for checks on random weights
 
 
 @dataclasses.dataclass(frozen=True)
 class Heads:
     """Weights of one layer, without biases and output gates.
 
-    A head has a softmax of its own: each branch of an MLRA head counts as a head.
+    Heads are counted by their softmax: each branch of an MLRA head counts as one.
 
     Attributes:
-      out_NHD: includes `combine`, applied to heads' outputs before the output projection.
-      rotated: channels of queries and keys that RoPE rotates; the channels of a pair are half of
-        them apart. An empty slice without RoPE.
+      out_NHD: output projection, multiplied by the mechanism's `combine` if it has one.
+      rotated: the 2·F channels of queries and keys that RoPE rotates; channels i and i + F of them
+        are a pair. An empty slice without RoPE.
       frequencies_F: radians per token of each pair.
     """
 
@@ -56,7 +56,7 @@ def layers(model: LazyModel) -> Iterator[Heads]:
     """Yields the heads of every layer, with one layer's weights in memory.
 
     Raises:
-      UserError: queries, keys or values are not linear except for norms and RoPE.
+      UserError: queries, keys or values are not linear, even without norms and RoPE.
     """
     for index in range(len(model.transformer.mechanisms)):
         yield of_layer(model, index)
@@ -71,10 +71,10 @@ def of_layer(model: LazyModel, index: int) -> Heads:
 
 
 def check(model: LazyModel, indices: Iterable[int] | None = None) -> None:
-    """Raises the UserError of `layers` without reading weights, on small random ones.
+    """Raises the UserError that `layers` would raise, by trying small random weights.
 
     Args:
-      indices: of layers; None: all.
+      indices: layers to check; None: all.
     """
     layers = [(mechanism, kind.rope_base) for mechanism, kind in model.transformer.layers]
     indices = range(len(layers)) if indices is None else indices
@@ -101,7 +101,7 @@ def read(
     """Returns the heads of an `Attention`'s weights, given as a pure dict of one layer.
 
     Args:
-      rope_base: of the layer's rotary positions, or None.
+      rope_base: base of the layer's RoPE; None: no RoPE.
     """
     with jax.enable_x64(True):
         mechanism = _without_norms(_merged(weights, config, d_model))
@@ -147,7 +147,7 @@ class _Gain(nnx.Module):
 def _without_norms(mechanism: Mechanism) -> Mechanism:
     for name, norm in list(vars(mechanism).items()):
         if isinstance(norm, Norm):
-            # Norms of queries or keys that have no gain are removed.
+            # Query or key norms without a gain become None, as in a mechanism without QK-norm.
             removed = norm.gain is None and name.endswith(("query_norm", "key_norm"))
             setattr(mechanism, name, None if removed else _Gain(norm))
     return mechanism
@@ -156,7 +156,7 @@ def _without_norms(mechanism: Mechanism) -> Mechanism:
 def _projected(
     mechanism: nnx.Module, x_TD: np.ndarray, position: int | None, rope_base: rope.Base | None
 ) -> list[np.ndarray]:
-    """Returns [T, N or K, H] queries, keys and values, all at one position or without positions."""
+    """Returns [T, N or K, H] queries, keys and values, all at `position`; None: no positions."""
     index = np.full((1, len(x_TD)), position or 0, np.int32)
     base = None if position is None else rope_base
     positions = rope.positions(index, mechanism.config.rope_dim, base)
@@ -165,7 +165,7 @@ def _projected(
 
 
 def _outputs(mechanism: Mechanism, out_NHD: np.ndarray) -> np.ndarray:
-    """Returns the matrix applied to each query head's output, with `combine` included."""
+    """Returns the matrices from each query head's output to the layer's output; see `Heads`."""
     if type(mechanism).combine is Mechanism.combine:
         return out_NHD
     heads, channels = mechanism.config.query_heads, mechanism.config.value_dim
@@ -189,13 +189,14 @@ def _check_linear(
             raise UserError(f"weights of {name} are not finite, of heads {heads}")
         if np.abs(y_TNH - expected_TNH).max() > _TOLERANCE * np.abs(expected_TNH).max():
             raise UserError(
-                f"{name} are not linear in the layer's input except for norms and RoPE: heads have "
-                "no matrices to compare (as with TPA, or qk_norm 'rms_gain' with rope 'shared')"
+                f"{name} are not linear in the layer's input, even without norms and RoPE: heads "
+                "have no matrices to compare (as with TPA, or qk_norm 'rms_gain' with rope "
+                "'shared')"
             )
 
 
 def _rotation(project, x_TD: np.ndarray, config: MechanismConfig, rope_base: rope.Base | None):
-    """Returns the channels that RoPE rotates and their frequencies, detected on queries."""
+    """Returns the channels that RoPE rotates, found on queries, and their frequencies."""
     if rope_base is None:
         return slice(0, 0), np.zeros(0)
     at_0_TNH, at_1_TNH = project(x_TD)[0], project(x_TD, 1)[0]

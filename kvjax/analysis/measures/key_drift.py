@@ -1,7 +1,8 @@
-"""Drift of the subspace of a text's first tokens as the text grows.
+"""Measures how much the subspace of a text's keys drifts as the text grows.
 
-Few tokens estimate a subspace badly even if the text does not change. The control is an equal
-number of tokens spread evenly over the text; drift is the excess distance of the first tokens.
+The subspace of a text's first tokens is compared with that of all tokens. Since few tokens estimate
+a subspace badly even without drift, the same is done with equally many tokens spread evenly over
+the text. Drift is the difference between the two results.
 """
 
 from collections.abc import Sequence
@@ -14,28 +15,34 @@ from kvjax.analysis.measures.activations import Layer
 from kvjax.analysis.measures.key_subspaces import Rope, Subspaces
 from kvjax.convert.factors import few_threads
 
-SHARE = 1 / 4  # of a key's channels to keep, if half of the text has enough tokens for them
-QUERIES = 64  # minimum number that errors are measured on, if the text has as many
+SHARE = 1 / 4  # share of a key's channels that are kept, if half of the text has enough tokens
+QUERIES = 64  # errors are measured on at least this many queries, if there are as many
 
 
 def rank(channels: int, length: int) -> int:
-    """Returns the number of key channels to keep, on texts of a length."""
+    """Returns the number of key channels to keep, on texts of `length` tokens."""
     return min(subspace_methods.rank(SHARE, channels), max(1, length // 4))
 
 
 def prefix_lengths(length: int, r: int) -> tuple[int, ...]:
-    """Returns half of all tokens, a quarter, ... while they determine rank r, ascending."""
+    """Returns those of the counts length/2, length/4, ... that determine rank r, ascending."""
     halved = [length >> i for i in range(1, length.bit_length())]
     return tuple(sorted(t for t in halved if subspace_methods.enough_tokens(t, r)))
 
 
 def evenly_spaced(tokens: int, length: int) -> np.ndarray:
-    """Returns evenly spaced positions of a text, none of them at its ends."""
+    """Returns `tokens` evenly spaced positions of a text: the centres of equal intervals."""
     return ((2 * np.arange(tokens) + 1) * length) // (2 * tokens)
 
 
 class PrefixSubspaces(NamedTuple):
-    """Subspaces of a row's first tokens, of equally many tokens spread over it, and of all."""
+    """Subspaces of a row's keys.
+
+    Attributes:
+      first: subspaces of the first tokens, one for each count of tokens.
+      evenly_spaced: subspaces of equally many tokens, spread evenly over the row.
+      whole: the subspace of all tokens.
+    """
 
     first: list[Subspaces]
     evenly_spaced: list[Subspaces]
@@ -45,7 +52,12 @@ class PrefixSubspaces(NamedTuple):
 def prefix_subspaces(
     layer: Layer, rope: Rope, row: int, where: str, tokens: Sequence[int], r: int
 ) -> PrefixSubspaces:
-    """Returns the rank-r subspaces for each number of tokens."""
+    """Returns the rank-r subspaces of a row.
+
+    Args:
+      where: a place of `subspace_methods.places`.
+      tokens: counts of tokens.
+    """
     _, T, _, H = layer.key_BTKH.shape
 
     def of_tokens(positions):
@@ -60,7 +72,7 @@ def prefix_subspaces(
 
 
 def overlaps(subspaces: PrefixSubspaces) -> np.ndarray:
-    """Returns [K, tokens, 2] overlaps with the whole: of first tokens, and of spread tokens."""
+    """Returns [K, counts, 2] overlaps of first and of spread tokens' subspaces with the whole's."""
     with few_threads(subspaces.whole.center_JC.shape[1]):
         overlaps_T2K = [
             [key_subspaces.overlap(subspace, subspaces.whole) for subspace in pair]
@@ -77,7 +89,10 @@ def later_errors(
     subspaces: Sequence[Subspaces | None],
     r: int,
 ) -> np.ndarray:
-    """Returns [N, ...] logit errors of each subspace on later queries; nan for None."""
+    """Returns [N, subspaces] logit errors of later queries, with keys cut to each subspace.
+
+    The error is nan where a subspace is None.
+    """
     _, T, _, H = layer.key_BTKH.shape
     with few_threads(H):
         cuts = [
@@ -93,5 +108,5 @@ def later_errors(
 
 
 def later_queries(length: int) -> slice:
-    """Returns evenly spaced queries of the second half."""
+    """Returns evenly spaced queries of a text's second half."""
     return slice(length // 2, None, max(1, length // 2 // QUERIES))

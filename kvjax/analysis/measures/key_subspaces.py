@@ -1,11 +1,12 @@
-"""Subspaces of a head's key channels that a cache could keep, and the resulting errors.
+"""Projects keys to subspaces of a head's channels, which a cache could keep; measures the errors.
 
-Cutting a key k at rank r gives c + (k - c) A_r B_r, with A_r [H, r] and B_r [r, H]: a cache keeps
-the r numbers (k - c) A_r, and the center c is constant. A = B^T is an orthogonal projection; in
-general A_r B_r is an oblique one, weighted by the queries. All arrays are float64.
+To cut a key k at rank r is to replace it by c + (k - c) A_r B_r, with A_r [H, r] and B_r [r, H]. A
+cache would keep the r numbers (k - c) A_r; the center c is a constant. A_r B_r is an orthogonal
+projection if A = B^T, and in general an oblique one, weighted by the queries. All arrays are
+float64.
 
-RoPE rotates queries and keys by position. Before RoPE one subspace serves all positions, and cut
-keys are rotated when they are read. After RoPE keys are cut as attention uses them.
+Keys can be cut before RoPE, in one subspace for all positions, and rotated when they are read. Or
+they are cut after RoPE, as attention uses them.
 """
 
 from collections.abc import Sequence
@@ -20,18 +21,19 @@ from kvjax.analysis.measures.heads import Heads
 from kvjax.convert.layer import matrix_roots
 
 _RIDGE = 1e-10  # relative to the mean energy of a key's channel
-_LINEAR = 1e-3  # relative error below which keys are input times weights plus a bias
+_LINEAR = 1e-3  # keys are taken as inputs times weights plus a bias up to this relative error
 
 
 class Subspaces(NamedTuple):
     """Directions of the keys of J heads with C channels, most important first.
 
-    J is K and C is H; or J is 1 and C is K·H: keys of all KV heads concatenated.
+    Either each KV head has its own (J = K, C = H), or there is one subspace for the concatenated
+    keys of all KV heads (J = 1, C = K·H).
 
     Attributes:
-      center_JC: subtracted before the cut, added after it.
-      read_JCR: A, columns are the directions kept of a key.
-      write_JRC: B, rows are their reconstruction.
+      center_JC: c, subtracted before the cut and added after it.
+      read_JCR: A, which maps a key to the numbers that are kept.
+      write_JRC: B, which maps these numbers back to a key.
     """
 
     center_JC: np.ndarray
@@ -39,11 +41,11 @@ class Subspaces(NamedTuple):
     write_JRC: np.ndarray
 
     def first(self, rank: int) -> "Subspaces":
-        """Returns the rank-r subspaces."""
+        """Returns the subspaces of the first `rank` directions."""
         return Subspaces(self.center_JC, self.read_JCR[..., :rank], self.write_JRC[:, :rank])
 
     def cut(self, key_TKH: np.ndarray, rank: int) -> np.ndarray:
-        """Returns [T, K, H] keys, cut to the first `rank` directions of each of the J heads."""
+        """Returns [T, K, H] keys, cut at a rank in each of the J heads."""
         kept, J = self.first(rank), len(self.center_JC)
         key_JTC = key_TKH.reshape(len(key_TKH), J, -1).swapaxes(0, 1) - kept.center_JC[:, None]
         cut_JTC = key_JTC @ kept.read_JCR @ kept.write_JRC + kept.center_JC[:, None]
@@ -56,7 +58,9 @@ class Subspaces(NamedTuple):
 
 
 def of_weights(key_DKH: np.ndarray, bias_KH: np.ndarray, *, together: bool = False) -> Subspaces:
-    """Returns the truncated SVD of W_K: x W_K V V^T, with biases kept (thin keys, section 3.5).
+    """Returns the right singular vectors V of W_K (thin keys, section 3.5).
+
+    Cut keys are x W_K V_r V_r^T + bias, with the singular vectors of the r largest values.
 
     Args:
       together: one SVD of all heads' weights, [D, K·H], as in table 5 of the paper; else one per
@@ -72,18 +76,19 @@ def of_weights(key_DKH: np.ndarray, bias_KH: np.ndarray, *, together: bool = Fal
 def of_text(query_moment_KHH: np.ndarray, keys_BTKH: np.ndarray, *, each_row: bool) -> Subspaces:
     """Returns the subspaces with the least squared logit error over all pairs of queries and keys.
 
-    With second moment C_q of the queries, a key error e causes the mean squared logit error e C_q
-    e^T. For centred keys of second moment C_k it is least for the eigenvectors U of C_q^(1/2) C_k
-    C_q^(1/2): A = C_q^(1/2) U. This is the truncated SVD of E (logit spectra eq. 3) with all
-    queries of a KV head stacked. It is not optimal under a causal mask, nor where RoPE makes
-    queries and keys depend on each other.
+    If the queries have the second moment C_q, an error e of a key causes the mean squared logit
+    error e C_q e^T. For centred keys with second moment C_k, the mean over keys is least for
+    A = C_q^(1/2) U, where U are the eigenvectors of C_q^(1/2) C_k C_q^(1/2). This is the SVD of E
+    (logit spectra eq. 3) with all queries of a KV head stacked. It is not optimal under a causal
+    mask, nor if RoPE makes queries and keys depend on each other.
 
-    t centred keys have t - 1 directions; rounding would order the others: a tiny ridge orders them
-    by the energy of the queries.
+    Centred keys of t tokens span t - 1 directions. A tiny ridge orders the remaining ones by the
+    energy of the queries; without it, rounding would.
 
     Args:
-      each_row: centre keys per row. For keys after RoPE: a shift common to all keys of a row
-        cancels in its softmax.
+      query_moment_KHH: C_q, see `moments`.
+      each_row: True to centre keys per row, which is right for keys after RoPE: a shift that all
+        keys of a row have in common cancels in the softmax.
     """
     *_, K, H = keys_BTKH.shape
     center_KH = keys_BTKH.mean(axis=(0, 1))
@@ -105,8 +110,11 @@ def moments(x_BTNH: np.ndarray, K: int) -> np.ndarray:
 
 
 class Rope(NamedTuple):
-    """RoPE's channel pairs, first + i and first + F + i, and their F frequencies in radians per
-    token.
+    """RoPE of a layer.
+
+    Attributes:
+      first: the first rotated channel; channels first + i and first + F + i are a pair.
+      frequencies: radians per token of the F pairs.
     """
 
     first: int
@@ -125,8 +133,9 @@ def rope_of(heads: Heads) -> Rope:
 def rotated_moments(moment_KHH: np.ndarray, rope: Rope, mask: Mask, length: int) -> np.ndarray:
     """Returns [K, H, H] second moments of queries relative to keys before RoPE.
 
-    A query d tokens after a key is rotated by d relative to it: the moment is averaged over all
-    pairs of L tokens under the mask, ignoring that near and far keys may differ.
+    A query d tokens after a key is rotated by d relative to the key. The moment is therefore
+    averaged over all pairs of `length` tokens under the mask, as if near and far keys had the same
+    distribution.
     """
     pairs_HH, mean_HH = _rotations_over_pairs(rope, moment_KHH.shape[-1], mask, length)
     complex_KHH = (pairs_HH @ moment_KHH @ pairs_HH.conj().T) * mean_HH
@@ -137,8 +146,10 @@ def rotated_moments(moment_KHH: np.ndarray, rope: Rope, mask: Mask, length: int)
 def _rotations_over_pairs(
     rope: Rope, H: int, mask: Mask, length: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns a unitary [H, H] map to complex channels, and the mean rotation factor [H, H] per
-    entry.
+    """Returns a unitary [H, H] map to complex channels, and [H, H] mean factors.
+
+    In complex channels, averaging a second moment over pairs of tokens multiplies each entry by its
+    mean factor.
     """
     pairs_HH = rotary.to_complex_channels(np.eye(H), rope.rotated, 0)
     frequencies_H = rotary.phases(H, rope.rotated, rope.frequencies)
@@ -155,9 +166,9 @@ def rotate_by_position(x_TKH: np.ndarray, rope: Rope) -> np.ndarray:
 
 
 def bias(layer: Layer, heads: Heads) -> np.ndarray:
-    """Returns the [K, H] bias of keys before RoPE: their mean less the part linear in the input.
+    """Returns the [K, H] bias of keys before RoPE: the mean of keys minus inputs times weights.
 
-    Zero if a norm follows the projection: the bias is then cut like the rest of the key.
+    Returns zeros if a norm follows the projection. The bias is then cut like the rest of the key.
     """
     key_BTKH = layer.plain_key_BTKH.astype(np.float64)
     rest_BTKH = key_BTKH - np.tensordot(layer.input_BTD.astype(np.float64), heads.key_DKH, 1)
@@ -170,12 +181,12 @@ def bias(layer: Layer, heads: Heads) -> np.ndarray:
 
 
 class CutErrors(NamedTuple):
-    """Relative errors per query head of cutting keys in A ways.
+    """Relative errors that A different cuts of the keys cause, per query head.
 
     Attributes:
-      logit_NA: |E - E_r| / |E|, Frobenius norms of logits, after a soft cap if the layer has one,
-        centred over the visible keys.
-      output_NA: |o - o_r| / |o|; 0 without outputs.
+      logit_NA: |E - E_r| / |E|, Frobenius norms of logits centred over the visible keys, after a
+        soft cap if the layer has one.
+      output_NA: |o - o_r| / |o|; 0 if outputs are zero.
     """
 
     logit_NA: np.ndarray
@@ -185,7 +196,11 @@ class CutErrors(NamedTuple):
 def errors(
     layer: Layer, row: int, cut_ATKH: Sequence[np.ndarray], queries: slice = slice(None)
 ) -> CutErrors:
-    """Returns the errors of cut keys, given as attention uses them, on some of a row's queries."""
+    """Returns the errors on some of a row's queries.
+
+    Args:
+      cut_ATKH: the row's cut keys as attention uses them, for each cut.
+    """
 
     def row_of(x_BTNH):
         return x_BTNH[row].astype(np.float64)
@@ -207,7 +222,7 @@ def errors(
         for cut_SKH in cut_ATKH:
             if layer.softcap:
                 error_TS = capped(query_TH @ cut_SKH[:, k].T, layer.softcap) - capped_TS
-            else:  # small errors keep their digits
+            else:  # a product with the difference keeps the digits of small errors
                 error_TS = query_TH @ (cut_SKH[:, k] - key_TKH[:, k]).T
             error_TS = centred(error_TS, visible_TS)
             logit_A.append(relative_norm(error_TS, z_TS))
@@ -219,7 +234,7 @@ def errors(
 
 
 def centred(z_TS: np.ndarray, visible_TS: np.ndarray) -> np.ndarray:
-    """Centres logits over the visible keys, 0 at the others; in place."""
+    """Centres logits over the visible keys and sets the others to 0, in place."""
     z_TS *= visible_TS
     z_TS -= z_TS.sum(axis=1, keepdims=True) / visible_TS.sum(axis=1, keepdims=True)
     z_TS *= visible_TS
@@ -227,9 +242,9 @@ def centred(z_TS: np.ndarray, visible_TS: np.ndarray) -> np.ndarray:
 
 
 def overlap(one: Subspaces, other: Subspaces) -> np.ndarray:
-    """Returns [J], the mean squared cosine of the principal angles between two subspaces.
+    """Returns [J] mean squared cosines of the principal angles between two subspaces.
 
-    1: the same subspace; r / H: two random ones, on average.
+    Equal subspaces have 1; random ones have r / C on average.
     """
     bases = [np.linalg.qr(each.write_JRC.swapaxes(1, 2))[0] for each in (one, other)]
     return ((bases[0].swapaxes(1, 2) @ bases[1]) ** 2).sum(axis=(1, 2)) / bases[0].shape[2]

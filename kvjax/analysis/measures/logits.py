@@ -1,10 +1,12 @@
-"""Spectra of attention logits on a text and of the weights behind them, in float64.
+"""Computes spectra of attention logits on a text, and of the weights that make them, in float64.
 
-Logit spectra (arXiv 2604.04384) compares two matrices per head: E, the logits of L tokens minus
-each row's mean, which depends on text and weights, and M = W_Q W_K^T of the weights. A soft cap is
-not in E: it is applied afterwards. Energies are squared singular values, descending. E is a product
-of thin factors, queries and keys [L, H]: their QR decompositions and an SVD of H x H give its SVD.
-M likewise. Causal E has no thin factors.
+Logit spectra (arXiv 2604.04384) compares two matrices per head. E [L, L] has the logits of L tokens
+minus each row's mean, and so depends on text and weights; M = W_Q W_K^T depends on weights alone. A
+soft cap is not part of E, since it is applied afterwards. Energies are squared singular values,
+descending.
+
+E is a product of thin matrices, queries and keys [L, H], so that their QR decompositions and an SVD
+of an H x H matrix give its SVD. The same holds for M, but not for causal E.
 """
 
 from collections.abc import Callable, Iterable
@@ -18,16 +20,16 @@ from kvjax.analysis.measures.activations import Mask
 from kvjax.analysis.measures.heads import Heads
 from kvjax.foundation import runtime
 
-_NOTHING = 1e-12  # share of the largest singular value below which values are rounding
+_NOTHING = 1e-12  # singular values below this share of the largest are rounding errors
 
 
 class CentredLogits(NamedTuple):
     """The thin SVD of each head's E [L, L], R = min(L, H).
 
     Attributes:
-      left_NLR, right_NLR: singular vectors in columns, over queries and over keys.
+      left_NLR, right_NLR: singular vectors, over queries and over keys, as columns.
       values_NR: singular values, descending.
-      mean_NL: each row's mean, which softmax ignores unless the logits have a soft cap.
+      mean_NL: each row's mean. It changes the softmax only if the logits have a soft cap.
     """
 
     left_NLR: np.ndarray
@@ -59,8 +61,8 @@ def centred_logits(query_LNH: np.ndarray, key_LKH: np.ndarray, scale: float) -> 
     """Returns E = Z - mean of each row over all keys, with Z = scale · q k^T, for each query head.
 
     Logit spectra eq. 2 and 3. Every query sees every key, also later ones, as in the paper.
-    Subtracting the row mean equals centring keys, so E has rank at most H (not H + 1) and at most L
-    - 1. Costs 4·L·H² FLOPs and an SVD of H x H per head.
+    Subtracting a row's mean is the same as centring the keys, so the rank of E is at most H (not
+    H + 1) and at most L - 1. Costs 4·L·H² FLOPs and an SVD of an H x H matrix per head.
     """
     N, K = query_LNH.shape[1], key_LKH.shape[1]
     queries_NLP, left_NPH = np.linalg.qr(_by_head(query_LNH))
@@ -75,7 +77,7 @@ def centred_logits(query_LNH: np.ndarray, key_LKH: np.ndarray, scale: float) -> 
 
 
 def energies(query_LNH: np.ndarray, key_LKH: np.ndarray, scale: float) -> np.ndarray:
-    """Returns [N, R] energies of `centred_logits` without vectors, in about half the time."""
+    """Returns the [N, R] energies of `centred_logits` without its vectors, in half the time."""
     N, K = query_LNH.shape[1], key_LKH.shape[1]
     left_NPH = np.linalg.qr(_by_head(query_LNH), mode="r")
     right_NPH = np.repeat(np.linalg.qr(_centred(key_LKH)[0], mode="r"), N // K, axis=0)
@@ -93,11 +95,11 @@ def _centred(key_LKH: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def masked_centred_logits(
     query_LH: np.ndarray, key_LH: np.ndarray, scale: float, mask: Mask
 ) -> np.ndarray:
-    """Returns [L, L] E of one head under a mask: centred over visible keys, zero elsewhere.
+    """Returns [L, L] E of one head under a mask: centred over visible keys, zero at the others.
 
-    Its softmax rows are unchanged. Causal E is lower triangular and of full rank: the edge of the
-    triangle adds components. For random queries and keys (10 channels, 1,024 tokens) 90 % of the
-    energy is in 9 components of E, and in 20 of causal E.
+    Its masked softmax is that of the logits. Causal E is lower triangular and has full rank, since
+    the edge of the triangle adds components: for random queries and keys (10 channels, 1,024
+    tokens), 9 components of E have 90 % of its energy, and 20 components of causal E.
     """
     visible_LL = mask.visible(len(query_LH))
     z_LL = scale * query_LH.astype(np.float64) @ key_LH.T.astype(np.float64)
@@ -112,8 +114,8 @@ def masked_energies(
 ) -> np.ndarray:
     """Returns [N, L] energies of each head's `masked_centred_logits`.
 
-    From E E^T, without vectors: 7/3·L³ FLOPs per head. Each core computes one head at a time, in
-    32·L² bytes; 0.09 s of a Xeon core at L = 1,024.
+    Eigenvalues of E E^T take 7/3·L³ FLOPs per head: 0.09 s of a Xeon core at L = 1,024. Each core
+    computes one head at a time, in 32·L² bytes.
     """
     N, K = query_LNH.shape[1], key_LKH.shape[1]
 
@@ -125,7 +127,7 @@ def masked_energies(
 
 
 def parallel_map(function: Callable, items: Iterable) -> list:
-    """Maps a function over items, one item per core, with one BLAS thread."""
+    """Maps a function over items in parallel: one item per core at a time, with one BLAS thread."""
     with (
         runtime.blas_threads(1),
         futures.ThreadPoolExecutor(runtime.cores()) as pool,
@@ -139,7 +141,7 @@ def parallel_map(function: Callable, items: Iterable) -> list:
 class Interaction:
     """M = W_Q R W_K^T of each query head, with RoPE's relative rotation R (eq. 4).
 
-    Norms of queries and keys are reduced to their gains, and biases left out; see `Heads`.
+    As in `Heads`, norms of queries and keys are reduced to their gains, and biases left out.
     """
 
     def __init__(self, heads: Heads):
@@ -162,10 +164,10 @@ class Interaction:
         )
 
     def energies_averaged(self, length: int) -> np.ndarray:
-        """Returns [N, H] energies of M averaged over all pairs of a query and an earlier or equal
-        key in L tokens.
+        """Returns [N, H] energies of M averaged over the pairs of a causal mask on L tokens.
 
-        Rotations of fast channel pairs cancel, so this energy is at most the pairs' mean energy.
+        Rotations of fast channel pairs cancel in the average, so its energy is at most the mean
+        energy over pairs of tokens.
         """
         distances_L = np.arange(length)
         pairs_L = (length - distances_L) / (length * (length + 1) / 2)
@@ -185,10 +187,11 @@ class Interaction:
 
 
 def delocalisation(svd: CentredLogits) -> np.ndarray:
-    """Returns [N, R] sqrt(L) · max_j |v_j| of E's right singular vectors, at most sqrt(L).
+    """Returns [N, R] sqrt(L) · max_j |v_j| of E's right singular vectors v.
 
-    1: spread evenly over keys; nan for singular values at the level of rounding. A head's largest
-    is beta (logit spectra eq. 6).
+    A vector that is spread evenly over keys has 1, a vector on a single key sqrt(L). The result is
+    nan if the singular value is a rounding error. The largest of a head is its beta (logit spectra
+    eq. 6).
     """
     length = svd.right_NLR.shape[1]
     spread_NR = np.sqrt(length) * np.abs(svd.right_NLR).max(axis=1)
@@ -197,14 +200,14 @@ def delocalisation(svd: CentredLogits) -> np.ndarray:
 
 
 def beta(svd: CentredLogits) -> np.ndarray:
-    """Returns [N], the largest `delocalisation` of each head; 0 if its E is zero."""
+    """Returns [N] betas, the largest `delocalisation` of each head; 0 if its E is zero."""
     return np.nan_to_num(delocalisation(svd)).max(axis=1)
 
 
 def softmax_bound(svd: CentredLogits, rank: int) -> np.ndarray:
-    """Returns [N] bounds on a row's |p - p_r|_1: beta / sqrt(L) · the sum of the dropped values.
+    """Returns [N] upper bounds of |p - p_r|_1 of any row: beta / sqrt(L) · sum of dropped values.
 
-    Logit spectra, proposition 4.1, from |u| <= 1 and |v| <= beta / sqrt(L).
+    This is proposition 4.1 of logit spectra. It follows from |u| <= 1 and |v| <= beta / sqrt(L).
     """
     length = svd.right_NLR.shape[1]
     return beta(svd) / np.sqrt(length) * svd.values_NR[:, rank:].sum(axis=1)
@@ -220,10 +223,11 @@ class KeyGeometry(NamedTuple):
 def key_geometry(key_LKH: np.ndarray) -> KeyGeometry:
     """Returns incoherence and condition number of each head's keys [L, H], uncentred.
 
-    Logit spectra (sections 4.2 and 4.3) quotes mu_K without defining it. Here it is the standard
-    one, mu = L / r · max_j |row j of the left singular vectors|², with rank r: 1 if all tokens
-    share the key space evenly, L / r if one token has a direction to itself; 1 for any keys with L
-    <= H. The condition number covers the r directions.
+    Logit spectra (sections 4.2 and 4.3) gives values of an incoherence mu_K without defining it.
+    Here it is the standard one, mu = L / r · max_j |row j of the left singular vectors|², where r
+    is the rank. It is 1 if all tokens share the key space evenly, and for any keys of rank r = L;
+    it is L / r if one token has a direction to itself. The condition number is that of the r
+    nonzero singular values.
     """
     length = len(key_LKH)
     left_KLR, values_KR, _ = np.linalg.svd(_by_head(key_LKH), full_matrices=False)

@@ -1,7 +1,7 @@
-"""Attention patterns: statistics per head and distances between heads, in float64.
+"""Computes statistics of heads' attention patterns, and distances between them, in float64.
 
-A pattern is p [T, T], probabilities over the visible keys. Queries that see one key are excluded
-from all means.
+A pattern is p [T, T], each query's probabilities over the visible keys. Queries that see only one
+key are left out of all means.
 """
 
 from typing import NamedTuple
@@ -11,15 +11,15 @@ from scipy import special
 
 
 class Statistics(NamedTuple):
-    """Attention targets of each head, as means over queries.
+    """Statistics of each head's attention, as means over queries.
 
     Attributes:
-      entropy_N: of rows, over the log of the number of visible keys: 0 for one key, 1 for uniform.
-      keys_N: exp of the entropy: the number of equally weighted keys with this entropy.
-      first_N: share on the first token, for later queries that see it.
-      itself_N: share on the query's own token.
-      previous_N: share on the previous token.
-      distance_N: tokens between query and key.
+      entropy_N: entropy over the log of the number of visible keys; 0 for one key, 1 for uniform.
+      keys_N: exp of the entropy: the number of equally weighted keys with the same entropy.
+      first_N: attention on the first token, over later queries that see it.
+      itself_N: attention on the query's own token.
+      previous_N: attention on the previous token.
+      distance_N: distance from query to key in tokens, weighted by attention.
     """
 
     entropy_N: np.ndarray
@@ -30,14 +30,14 @@ class Statistics(NamedTuple):
     distance_N: np.ndarray
 
 
-def choosing(visible_TT: np.ndarray) -> np.ndarray:
+def sees_several_keys(visible_TT: np.ndarray) -> np.ndarray:
     """Returns [T] bool: the queries that see at least two keys."""
     return visible_TT.sum(axis=1) > 1
 
 
 def statistics(p_NTT: np.ndarray, visible_TT: np.ndarray) -> Statistics:
     """Returns the attention statistics of one sequence."""
-    rows_T, length = choosing(visible_TT), len(visible_TT)
+    rows_T, length = sees_several_keys(visible_TT), len(visible_TT)
     entropy_NT = special.entr(p_NTT).sum(axis=2)
     most_T = np.log(np.maximum(visible_TT.sum(axis=1), 2))
     index_T = np.arange(length)
@@ -62,8 +62,8 @@ def statistics(p_NTT: np.ndarray, visible_TT: np.ndarray) -> Statistics:
 def divergences(p_NTT: np.ndarray, visible_TT: np.ndarray) -> np.ndarray:
     """Returns [N, N] Jensen-Shannon divergences between heads' rows in nats, means over queries.
 
-    0 for equal patterns, ln 2 for disjoint ones; symmetric. Takes N²/2 · T² logarithms, half of
-    them if causal.
+    The divergence is symmetric, 0 for equal patterns and ln 2 for disjoint ones. Takes N²/2 · T²
+    logarithms, or half of that under a causal mask.
     """
     p_NS, queries = _visible(p_NTT, visible_TT)
     entropy_N = special.entr(p_NS).sum(axis=1)
@@ -77,9 +77,9 @@ def divergences(p_NTT: np.ndarray, visible_TT: np.ndarray) -> np.ndarray:
 
 
 def divergence(p_NTT: np.ndarray, q_NTT: np.ndarray, visible_TT: np.ndarray) -> np.ndarray:
-    """Returns [N] divergences between each head's patterns on two sequences.
+    """Returns [N] divergences between each head's two patterns, on two sequences.
 
-    Near 0 for heads that attend by position.
+    They are near 0 for heads that attend by position alone.
     """
     p_NS, queries = _visible(p_NTT, visible_TT)
     q_NS, _ = _visible(q_NTT, visible_TT)
@@ -91,31 +91,32 @@ def divergence(p_NTT: np.ndarray, q_NTT: np.ndarray, visible_TT: np.ndarray) -> 
 
 
 def _visible(p_NTT: np.ndarray, visible_TT: np.ndarray) -> tuple[np.ndarray, int]:
-    """Returns [N, S], the visible probabilities of queries that see at least two keys, and the
-    number of these queries.
+    """Returns the [N, S] probabilities of visible keys, and the number of queries they are from.
+
+    Only queries that see at least two keys are included.
     """
-    rows_T = choosing(visible_TT)
+    rows_T = sees_several_keys(visible_TT)
     return p_NTT[:, visible_TT & rows_T[:, None]], max(int(rows_T.sum()), 1)
 
 
 def _divergence(p_S: np.ndarray, q_S: np.ndarray, entropy: float) -> float:
-    """Returns the entropy of the mean minus the mean entropy, summed over queries.
+    """Returns the entropy of the mean pattern minus the mean of the entropies, summed over queries.
 
     Args:
-      entropy: sum of both entropies.
+      entropy: sum of both patterns' entropies.
     """
     return max(float(special.entr((p_S + q_S) / 2).sum() - entropy / 2), 0.0)
 
 
 def without_first(p_NTT: np.ndarray, visible_TT: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns patterns renormalised over the keys but the first, and the mask.
+    """Returns patterns renormalised over all keys except the first, and their mask.
 
-    Heads that mostly attend to the first token look alike; without it they can differ.
+    Heads that mostly attend to the first token look alike; without it, they can differ.
     """
     left_NTT, others_TT = p_NTT.copy(), visible_TT.copy()
     left_NTT[:, :, 0], others_TT[:, 0] = 0, False
     total_NT1 = left_NTT.sum(axis=2, keepdims=True)
-    # If nothing is left for the other keys, they share it evenly.
+    # A query that attends to nothing else is given a uniform pattern.
     even_TT = others_TT / np.maximum(others_TT.sum(axis=1, keepdims=True), 1)
     has_others = total_NT1 > 0
     return np.where(has_others, left_NTT / np.where(has_others, total_NT1, 1), even_TT), others_TT
@@ -125,10 +126,10 @@ def without_first(p_NTT: np.ndarray, visible_TT: np.ndarray) -> tuple[np.ndarray
 
 
 def repeated(tokens_A: np.ndarray, block: int, rows: int, seed: int) -> np.ndarray:
-    """Returns [rows, 2 · block]: `block` distinct tokens in random order, repeated once.
+    """Returns [rows, 2 · block] tokens: in each row, `block` random distinct ones, twice.
 
     Args:
-      tokens_A: distinct tokens, at least `block`.
+      tokens_A: at least `block` distinct tokens to draw from.
     """
     rng = np.random.default_rng(seed)
 
@@ -139,15 +140,15 @@ def repeated(tokens_A: np.ndarray, block: int, rows: int, seed: int) -> np.ndarr
 
 
 def induction(p_NTT: np.ndarray, block: int) -> np.ndarray:
-    """Returns [N], the mean share on the token after the query token's earlier occurrence.
+    """Returns [N] means of attention on the token after the query token's earlier occurrence.
 
-    Queries are those of the repetition. The prefix-matching score of "In-context learning and
-    induction heads" (Olsson et al. 2022).
+    Queries are the tokens of the second block of `repeated`. This is the prefix-matching score of
+    "In-context learning and induction heads" (Olsson et al. 2022).
     """
     query_A = np.arange(block, 2 * block)
     return p_NTT[:, query_A, query_A - block + 1].mean(axis=1)
 
 
 def induction_by_chance(visible_TT: np.ndarray, block: int) -> float:
-    """Returns `induction` of uniform attention."""
+    """Returns the `induction` score of uniform attention."""
     return float((1 / visible_TT[block : 2 * block].sum(axis=1)).mean())

@@ -1,8 +1,8 @@
-"""Similarity and effective rank of a layer's query, key and value projections.
+"""Measures the similarity and effective ranks of a layer's query, key and value projections.
 
 Projection sharing (arXiv 2606.04032), section 4, argues from cosines of W_Q, W_K and W_V that keys
-can serve as values. Cosines are not invariant: queries and keys may be rotated together, and values
-and outputs together, without changing the model. `overlap` is invariant.
+can serve as values. But cosines change if a head's queries and keys are rotated together, or its
+values and outputs, which does not change the model. `overlap` does not change.
 """
 
 from collections.abc import Mapping
@@ -23,10 +23,10 @@ def of_heads(heads: Heads) -> dict[str, np.ndarray]:
 
 
 def cosine(left_DNH: np.ndarray, right_DNH: np.ndarray) -> float | None:
-    """Returns the cosine of two matrices [D, N·H]; None if head widths differ, or one is zero.
+    """Returns the cosine of two projections as vectors; None if head widths differ or one is zero.
 
-    With fewer heads on one side, each is repeated for its query heads. Independent random matrices
-    have cosines of about ±1/sqrt(D·N·H).
+    If one has fewer heads, each of them is repeated for its query heads. Independent random
+    matrices have cosines of about ±1/sqrt(D·N·H).
     """
     if left_DNH.shape[-1] != right_DNH.shape[-1]:
         return None
@@ -37,7 +37,7 @@ def cosine(left_DNH: np.ndarray, right_DNH: np.ndarray) -> float | None:
 
 
 class ProjectionProducts:
-    """Products W_a^T W_b of the projections, from which the measures follow."""
+    """Measures of the named projections W_a, computed from products W_a^T W_b."""
 
     def __init__(self, projections: Mapping[str, np.ndarray]):
         self._flat = {name: w.reshape(len(w), -1) for name, w in projections.items()}
@@ -46,28 +46,28 @@ class ProjectionProducts:
     def overlap(self, one: str, other: str) -> float | None:
         """Returns |W_a^T W_b|^2 / (|W_a^T W_a| |W_b^T W_b|), 0 to 1; None for a zero matrix.
 
-        The cosine of W_a W_a^T and W_b W_b^T (linear CKA without centring, Kornblith et al. 2019):
-        1 if both read the same input directions with the same strength. Invariant to rotations of a
-        head's channels, and to repeating KV heads for their query heads.
+        This is the cosine of W_a W_a^T and W_b W_b^T (linear CKA without centring, Kornblith et al.
+        2019). It is 1 if both read the same input directions with the same strength. It does not
+        change if a head's channels are rotated, or if KV heads are repeated for their query heads.
         """
         norms = np.prod([np.linalg.norm(self._energy[name]) for name in (one, other)])
         inner = np.linalg.norm(self._flat[one].T @ self._flat[other]) ** 2
         return float(inner / norms) if norms else None
 
     def overlap_by_chance(self, one: str, other: str) -> float | None:
-        """Returns the expected `overlap` under a random rotation of one side's input directions.
+        """Returns the expected `overlap` if the input directions of one projection were random.
 
-        A = W_a W_a^T and B = W_b W_b^T keep their spectra: <A, U B U^T> is tr A tr B / D on average
-        over random rotations U. It is about 1/2 if both are random square matrices.
+        With A = W_a W_a^T and B = W_b W_b^T, the mean of <A, U B U^T> over random rotations U is
+        tr A tr B / D. The overlap of two random square matrices is about 1/2.
         """
         energies = [self._energy[name] for name in (one, other)]
         norms = len(self._flat[one]) * np.prod([np.linalg.norm(energy) for energy in energies])
         return float(np.prod([energy.sum() for energy in energies]) / norms) if norms else None
 
     def effective_ranks(self, name: str) -> tuple[float, float]:
-        """Returns the effective rank by singular values, and by their squares.
+        """Returns the effective rank by singular values, and that by their squares.
 
-        The paper does not say which it uses.
+        The paper does not say which of the two it uses.
         """
         energy = self._energy[name]
         ranks = (spectrum.effective_rank(values) for values in (np.sqrt(energy), energy))
@@ -79,10 +79,7 @@ class ProjectionProducts:
 
 
 def effective_ranks_by_chance(rows: int, columns: int) -> tuple[float, float]:
-    """Returns `effective_ranks` of a large matrix of independent normal numbers.
-
-    From the Marchenko-Pastur law of its singular values.
-    """
+    """Returns the `effective_ranks` of a large random matrix, by the Marchenko-Pastur law."""
     few, many = sorted((rows, columns))
     low, high = 1 - np.sqrt(few / many), 1 + np.sqrt(few / many)
     angle = (np.arange(4096) + 0.5) * np.pi / 4096

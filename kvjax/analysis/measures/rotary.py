@@ -1,7 +1,7 @@
-"""RoPE's channel pairs as complex numbers.
+"""Treats RoPE's channel pairs as complex numbers.
 
-The first half of the rotated channels is real, the second imaginary; a rotation is a complex
-factor. Other channels are unchanged.
+The first half of the rotated channels are the real parts, the second half the imaginary parts. A
+rotation multiplies them by a complex factor. Other channels do not change.
 """
 
 import numpy as np
@@ -23,7 +23,8 @@ def rotate_pairs(x: np.ndarray, rotated: slice, factor: np.ndarray) -> np.ndarra
 def to_complex_channels(x: np.ndarray, rotated: slice, axis: int = -1) -> np.ndarray:
     """Replaces RoPE's pairs x, y on an axis by (x + iy)/√2 and (x - iy)/√2.
 
-    This unitary map makes rotations diagonal. Its matrix is the result for the identity on axis 0.
+    This map is unitary and makes rotations diagonal. Applied to an identity matrix on axis 0, it
+    gives its own matrix.
     """
     x = np.moveaxis(x, axis, -1)
     real, imaginary = np.split(x[..., rotated], 2, axis=-1)
@@ -33,7 +34,7 @@ def to_complex_channels(x: np.ndarray, rotated: slice, axis: int = -1) -> np.nda
 
 
 def phases(channels: int, rotated: slice, frequencies_F: np.ndarray) -> np.ndarray:
-    """Returns [H] radians per token of each complex channel; 0 for unrotated ones."""
+    """Returns [H] radians per token of each complex channel; 0 for channels without RoPE."""
     phase_H = np.zeros(channels)
     phase_H[rotated] = np.concatenate([frequencies_F, np.negative(frequencies_F)])
     return phase_H

@@ -1,4 +1,4 @@
-"""Medians and quartiles over heads, layers and texts."""
+"""Computes medians and quartiles over heads, layers and texts."""
 
 import dataclasses
 
@@ -7,10 +7,10 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Spread:
-    """Median and spread of numbers [layers, texts, heads].
+    """Median and quartiles of numbers over layers, texts and heads.
 
     Attributes:
-      low, high: quartiles over all layers, texts and heads.
+      median, low, high: median, lower and upper quartile.
       between_texts: standard deviation of the texts' medians; None for one text.
     """
 

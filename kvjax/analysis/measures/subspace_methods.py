@@ -1,4 +1,4 @@
-"""Methods that choose a subspace of a head's keys, and the tokens that each may use."""
+"""Chooses subspaces of a head's keys by several methods, each from the tokens that it may use."""
 
 from collections.abc import Mapping, Sequence
 import dataclasses
@@ -11,11 +11,11 @@ from kvjax.analysis.measures.heads import Heads
 from kvjax.analysis.measures.key_subspaces import Rope, Subspaces
 from kvjax.attention.mechanism import MechanismConfig
 
-SHARES = (1 / 8, 1 / 4, 1 / 2, 3 / 4)  # of a key's channels that are kept
-FEW_SHARES = (1 / 4, 1 / 2)  # shares that the model runs with for `FEW_RUNS` and after RoPE
-WINDOWS = 2  # measured rows per text
-CALIBRATION = 4  # rows per text that fixed subspaces are computed on
-WIDEST = 2048  # maximum of channels of all heads for a joint SVD
+SHARES = (1 / 8, 1 / 4, 1 / 2, 3 / 4)  # shares of a key's channels that are kept
+FEW_SHARES = (1 / 4, 1 / 2)  # shares for which the model runs with `FEW_RUNS` and after RoPE
+WINDOWS = 2  # rows per text that errors are measured on
+CALIBRATION = 4  # rows per text that fixed subspaces are computed from
+WIDEST = 2048  # a joint SVD of all KV heads has at most this many channels
 
 # How a subspace is chosen.
 JOINT = "SVD of W_K, all heads"
@@ -25,8 +25,8 @@ CALIBRATED = "fixed, from text"
 OTHERS = "fixed, from other texts"
 CONTEXT = "of this context"
 FIRST_HALF = "of its first half"
-NO_RUNS = (OTHERS, WEIGHTS_MEAN)  # methods that the whole model does not run with
-FEW_RUNS = (FIRST_HALF,)
+NO_RUNS = (OTHERS, WEIGHTS_MEAN)  # methods without a run of the whole model
+FEW_RUNS = (FIRST_HALF,)  # methods with runs at `FEW_SHARES` only
 NAMES = (JOINT, WEIGHTS, WEIGHTS_MEAN, CALIBRATED, OTHERS, CONTEXT, FIRST_HALF)
 
 # Where keys are cut.
@@ -38,12 +38,12 @@ Method = tuple[str, str]  # how the subspace is chosen, where keys are cut
 
 
 def places(*, rotates: bool) -> tuple[str, ...]:
-    """Returns the places where keys can be cut; weights apply to the first."""
+    """Returns the places where keys can be cut. Subspaces from weights are for the first one."""
     return (BEFORE, AFTER) if rotates else (ANYWHERE,)
 
 
 def rank(share: float, channels: int) -> int:
-    """Returns the number of channels kept."""
+    """Returns the number of channels that are kept, at least 1."""
     return max(1, int(share * channels + 0.5))
 
 
@@ -56,9 +56,7 @@ def shares(channels: int) -> tuple[float, ...]:
 
 
 def is_run(method: Method, share: float) -> bool:
-    """Returns True if the whole model runs with this method and share (each run costs a forward
-    pass).
-    """
+    """Returns True if the whole model is run with a method and share, to measure perplexity."""
     name, where = method
     few = name in FEW_RUNS or where == AFTER
     return name not in NO_RUNS and (share in FEW_SHARES or not few)
@@ -67,9 +65,10 @@ def is_run(method: Method, share: float) -> bool:
 def enough_tokens(tokens: int, r: int) -> bool:
     """Returns True if this many tokens determine a subspace of rank r.
 
-    t centred keys span t - 1 directions, and few queries hardly tell which of them matter. For 64
-    channels whose energies fall as 1/i, r = 16 and one query head, a subspace of 512 independent
-    tokens gives the least error of later logits, one of 32 tokens 1.8 times that, of 16 tokens 6.
+    Centred keys of t tokens span t - 1 directions, and few queries hardly tell which of them
+    matter. Example: 64 channels whose energies fall as 1/i, r = 16 and one query head. A subspace
+    from 512 independent tokens gives the least error of later logits; from 32 tokens the error is
+    1.8 times as large, from 16 tokens 6 times.
     """
     return tokens >= 2 * r
 
@@ -81,7 +80,7 @@ def has_joint_svd(mechanisms: Sequence[MechanismConfig]) -> bool:
 
 
 def rank_of(method: Method, share: float, heads: Heads) -> int:
-    """Returns the channels kept of each KV head, or of all of them together."""
+    """Returns the number of channels kept per KV head, or for a joint SVD of all KV heads."""
     _, K, H = heads.key_DKH.shape
     return rank(share, H) * (K if method[0] == JOINT else 1)
 
@@ -91,11 +90,12 @@ class Windows:
     """Rows of T tokens of the texts.
 
     Attributes:
-      measured_BT: [B, T + 1] first tokens of each text, a text's rows in order; a row's last token
-        is only a target.
-      texts_B, texts_C: the text of each row.
-      fixed_CT: rows that fixed subspaces are computed on.
-      later: True if the fixed rows follow all measured tokens; else they are the measured rows, and
+      measured_BT: [B, T + 1] rows that errors are measured on, the first tokens of each text. A
+        row's last token is only a target.
+      texts_B: the text of each measured row, as an index.
+      fixed_CT: [C, T] rows that fixed subspaces are computed from.
+      texts_C: the text of each of these rows.
+      later: True if the fixed rows follow all measured tokens. Else they are the measured rows, and
         a text's fixed subspaces come from the other texts.
     """
 
@@ -110,20 +110,24 @@ class Windows:
         return self.fixed_CT.shape[1]
 
     def rows(self) -> np.ndarray:
-        """Returns [B + C, T], all rows for the model."""
+        """Returns [B + C, T] tokens, the measured rows and then the fixed rows."""
         return np.concatenate([self.measured_BT[:, :-1], self.fixed_CT])
 
     def pools(self, row: int) -> dict[str, tuple[int, ...]]:
-        """Returns by method which of `rows()` a measured row's fixed subspaces are computed on."""
+        """Returns by method the indices in `rows()` that a row's fixed subspaces come from.
+
+        Args:
+          row: index of a measured row.
+        """
         after = np.arange(len(self.texts_C)) + len(self.texts_B)
         others = after[self.texts_C != self.texts_B[row]]
         rows_by_method = {CALIBRATED: after, OTHERS: others} if self.later else {CALIBRATED: others}
         return {name: tuple(pool.tolist()) for name, pool in rows_by_method.items() if pool.size}
 
     def enough_tokens(self, method: Method, r: int) -> bool:
-        """Returns True if a method's tokens determine subspaces of this rank.
+        """Returns True if a method's tokens determine subspaces of rank r.
 
-        The method CONTEXT always passes: directions that its tokens lack do not occur in the row.
+        CONTEXT always does: the directions that its tokens lack do not occur in the measured row.
         """
         rows = [self.pools(row).get(method[0]) for row in range(len(self.texts_B))]
         tokens = [len(pool) * self.length for pool in rows if pool]
@@ -133,10 +137,10 @@ class Windows:
 
 
 def windows(texts: Mapping[str, np.ndarray], length: int, longest: int) -> Windows:
-    """Returns measured rows from the first `longest` tokens of each text, and evenly spaced later
-    rows.
+    """Returns windows of up to `length` tokens of each text.
 
-    If a text has no later tokens, the measured rows serve for both.
+    Measured rows are taken from the first `longest` tokens of a text, fixed rows at even distances
+    from the rest. If a text has no rest, the measured rows serve as fixed rows.
     """
     width = min(length + 1, *map(len, texts.values()))
     length = width - 1
@@ -159,11 +163,12 @@ def windows(texts: Mapping[str, np.ndarray], length: int, longest: int) -> Windo
 def of_layer(
     heads: Heads, layer: Layer, sampled: Windows, *, rotates: bool, joint: bool
 ) -> dict[Method, list[Subspaces]]:
-    """Returns by method the subspaces for each measured row.
+    """Returns by method a subspace for each measured row.
 
     Args:
-      layer: of `Windows.rows`.
-      joint: see `has_joint_svd`.
+      layer: the layer's attention on `Windows.rows`.
+      rotates: True if a layer of the model has RoPE.
+      joint: True to include the joint SVD, see `has_joint_svd`.
     """
     B = len(sampled.texts_B)
     rope, bias_KH = key_subspaces.rope_of(heads), key_subspaces.bias(layer, heads)
@@ -198,9 +203,10 @@ def of_rows(
     rows: Sequence[int],
     tokens: slice | np.ndarray = slice(None),
 ) -> Subspaces:
-    """Returns `key_subspaces.of_text` for the keys and queries of these rows and tokens.
+    """Returns `key_subspaces.of_text` for the keys and queries of some rows and tokens.
 
-    Before RoPE, queries are assumed independent of keys, and at the distances of these tokens.
+    For keys before RoPE, queries are taken as independent of keys, at all distances between these
+    tokens; see `key_subspaces.rotated_moments`.
     """
 
     def chosen(x_BTNH):
@@ -222,7 +228,7 @@ def of_rows(
 def cut_keys(
     layer: Layer, rope: Rope, row: int, where: str, subspaces: Subspaces, r: int
 ) -> np.ndarray:
-    """Returns [T, K, H], a row's cut keys as attention uses them."""
+    """Returns a row's [T, K, H] keys, cut at rank r, as attention uses them."""
     if where == BEFORE:
         return key_subspaces.rotate_by_position(
             subspaces.cut(layer.plain_key_BTKH[row].astype(np.float64), r), rope

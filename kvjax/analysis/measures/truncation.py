@@ -1,8 +1,9 @@
-"""Attention under rank-r logits: effects on probabilities, outputs and perplexity.
+"""Measures how logits of rank r change probabilities, outputs and perplexity.
 
-Logits are truncated as in `logits.centred_logits`, per text: the subspace uses all L tokens, also
-later ones that a query does not see. Causal models, too, are truncated before the mask: the masked
-triangle has full rank, and a cache need not hold the mask. A soft cap follows the truncation.
+The SVD of `logits.centred_logits` is truncated per text. It uses all L tokens, also those that a
+query does not see: in causal models, too, logits are truncated before they are masked, because
+masked logits have full rank and a cache need not store the mask. A soft cap is applied to the
+truncated logits.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,15 +16,15 @@ import numpy as np
 from kvjax.analysis.measures import activations, logits
 from kvjax.analysis.measures.activations import Attend, Mask
 
-_BATCH_ROWS = 128  # fits a core's cache
+_BATCH_ROWS = 128  # queries at a time, whose logits fit a core's cache
 
 
 class TruncationErrors(NamedTuple):
     """Errors of truncating E, per head and rank.
 
     Attributes:
-      mean_NR, worst_NR: |p - p_r|_1 of rows, at most 2.
-      output_NR: |o - o_r| / |o|, Frobenius norms over a text's rows; 0 without outputs.
+      mean_NR, worst_NR: mean and maximum over rows of |p - p_r|_1, which is at most 2.
+      output_NR: |o - o_r| / |o|, Frobenius norms over a text's rows; 0 if outputs are zero.
     """
 
     mean_NR: np.ndarray
@@ -40,8 +41,8 @@ def errors(
 ) -> TruncationErrors:
     """Returns the errors of probabilities and outputs over the visible keys.
 
-    Logit spectra, section 4.3, and its first open question. (2·R + 2·Hv)·L² FLOPs and L²
-    exponentials per head and rank, half if causal; heads in parallel on the cores.
+    Section 4.3 of logit spectra, and its first open question. Takes (2·R + 2·Hv)·L² FLOPs and L²
+    exponentials per head and rank, half of that if causal. Heads run in parallel on the cores.
     """
     N, length, _ = svd.left_NLR.shape
     K, visible_LL = value_LKH.shape[1], mask.visible(length)
@@ -85,11 +86,11 @@ def _row_errors(
 
 
 def attention_of_rank(rank: int) -> Attend:
-    """Returns attention with logits of rank r in each head.
+    """Returns softmax attention with logits of rank r in each head.
 
-    E_r = Q K_c^T V_r V_r^T has factors of r channels, Q (K_c^T V_r) and V_r: centred keys and
-    queries are projected on E's first r right singular vectors. On CPU, LAPACK decomposes many
-    small matrices: give BLAS one thread (`few_threads`).
+    With centred keys K_c and E's first r right singular vectors V_r, truncated logits are
+    E_r = Q K_c^T V_r V_r^T. That is attention with queries Q (K_c^T V_r) and keys V_r of r
+    channels. On CPU, LAPACK decomposes many small matrices: give BLAS one thread (`few_threads`).
     """
 
     def attend(q_BTNH, k_BTKH, v_BTKH, scale: float, mask: Mask, softcap: float) -> jax.Array:
@@ -107,7 +108,7 @@ def attention_of_rank(rank: int) -> Attend:
         vectors_BNRP = vectors_BNRP[:, :, :rank]
         query_BTNR = jnp.einsum("BTNH,BNPH,BNRP->BTNR", q_BTNH, right_BNPH, vectors_BNRP)
         key_BTNR = jnp.einsum("BNTP,BNRP->BTNR", per_query_head(keys_BKTP), vectors_BNRP)
-        if softcap:  # rows' means change its result: one more channel holds them
+        if softcap:  # it depends on the rows' means, which one more channel adds
             mean_BTN1 = jnp.einsum("BTNH,BNSH->BTNS", q_BTNH, per_query_head(mean_BK1H))
             query_BTNR = jnp.concatenate([query_BTNR, mean_BTN1], axis=-1)
             key_BTNR = jnp.concatenate([key_BTNR, jnp.ones_like(mean_BTN1)], axis=-1)

@@ -1,1 +1,1 @@
-"""Sections of reports, and one self-contained HTML file of them."""
+"""Draws figures, and writes sections of figures and tables as one self-contained HTML file."""

@@ -1,4 +1,4 @@
-"""Sections as one self-contained HTML file."""
+"""Writes sections as one self-contained HTML file."""
 
 from collections.abc import Mapping, Sequence
 import html
@@ -12,7 +12,7 @@ from kvjax.analysis.page.section import Cell, Column, Figure, Point, Section, Ta
 from kvjax.foundation.intervals import Estimate
 
 _HERE = pathlib.Path(__file__).parent
-_MARKS = "●■◆▲▼✚✖★"  # as `theme.MARKERS`
+_MARKS = "●■◆▲▼✚✖★"  # the shapes of `theme.MARKERS`
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
 
@@ -23,17 +23,17 @@ def page(
     about: Mapping[str, str | Mapping],
     *,
     summary: Sequence[Point] = (),
-    again: int = 0,
+    reload_seconds: int = 0,
 ) -> str:
-    """Returns the text of an HTML file; deterministic.
+    """Returns the text of an HTML file, the same for the same arguments.
 
-    Readable on phones and paper, in light and dark mode. JavaScript sorts tables, hides curves and
-    shows the numbers of points; the page is readable without it.
+    The page can be read on phones and on paper, in light and dark mode. JavaScript sorts tables,
+    hides curves and shows the numbers of points; the page can be read without it.
 
     Args:
-      about: facts about how the report was made, by name; mappings become lists.
+      about: facts about how the report was made, by name. The items of a mapping are listed.
       summary: the main findings, at the top of the page.
-      again: seconds between reloads; 0: never.
+      reload_seconds: seconds after which the page reloads itself; 0: never.
     """
     links = [(section.name, section.title) for section in sections]
     links.append(("about", "About this report"))
@@ -45,7 +45,7 @@ def page(
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         '<link rel="icon" href="data:,">',
-        *([f'<meta http-equiv="refresh" content="{again}">'] if again else []),
+        *([f'<meta http-equiv="refresh" content="{reload_seconds}">'] if reload_seconds else []),
         f"<title>{_escaped(title)}</title>",
         f"<style>\n{(_HERE / 'page.css').read_text('utf-8')}</style>",
         "</head>",
@@ -78,7 +78,7 @@ def _summary(points: Sequence[Point]) -> str:
 
 
 def _legend(sections: Sequence[Section], i: int) -> str:
-    """Returns the legend of all curves of the page, if section i is the first one with curves."""
+    """Returns the legend of the page's curves if section i is the first with curves; else ""."""
 
     def curves_of(group):
         return {c.name: c for section in group for figure in section.figures for c in figure.curves}
@@ -125,12 +125,12 @@ def _figure(name: str, figure: Figure) -> str:
 
 
 def _curves(figure: Figure) -> str:
-    """Returns the JSON that page.js needs to show a drawing's points."""
+    """Returns a script element with the points that page.js shows; "" without curves."""
     if not figure.curves:
         return ""
 
     def rounded(point):
-        return [*(round(place, 1) for place in point[:2]), *(_six_digits(x) for x in point[2:])]
+        return [*(round(x, 1) for x in point[:2]), *(float(f"{x:.6g}") for x in point[2:])]
 
     curves = [
         dict(name=curve.name, color=curve.color, points=[rounded(point) for point in curve.points])
@@ -138,11 +138,6 @@ def _curves(figure: Figure) -> str:
     ]
     text = json.dumps(curves, separators=(",", ":")).replace("<", "\\u003c")
     return f'<script type="application/json" class="curves">{text}</script>\n'
-
-
-def _six_digits(number: float) -> float:
-    """Rounds to six digits."""
-    return float(f"{number:.6g}")
 
 
 def _caption(text: str) -> str:
@@ -222,10 +217,10 @@ def _list(about: Mapping[str, str | Mapping]) -> str:
 
 
 def _with_formulas(text: str) -> str:
-    """Returns text as HTML, with its formulas set."""
+    """Returns text as HTML, with formulas as MathML."""
     return formulas.set_in(_escaped(text))
 
 
 def _escaped(text: str) -> str:
-    """Escapes text for HTML and attributes; binds percent signs to their numbers."""
+    """Escapes text for HTML and attributes; keeps percent signs on the line of their numbers."""
     return html.escape(text.replace(" %", "\N{NO-BREAK SPACE}%"))

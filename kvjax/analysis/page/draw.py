@@ -1,8 +1,8 @@
-"""Figures as SVG text: lines and heatmaps.
+"""Draws lines and heatmaps as SVG text.
 
-Self-contained, with the page's fonts and deterministic bytes, sized for pages between a phone and
-half a screen wide. Series differ by marker and dash as well as colour. Non-finite numbers are left
-out.
+An SVG needs no other file and uses the page's fonts. Equal arguments give equal bytes. It is
+readable at widths from a phone to half a screen. Series differ by marker and dash as well as by
+colour. Non-finite numbers are left out.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,10 +20,10 @@ from kvjax.analysis.page import point_names, svg
 from kvjax.analysis.page.section import Curve
 from kvjax.foundation import theme
 
-_WIDTH = 6.0  # inches: 432 units of the SVG; no font is smaller than 11 of them
-_SHADES = 255  # and gray for missing cells: one byte per pixel
+_WIDTH = 6.0  # inches; an inch is 72 units of the SVG, and fonts have at least 11 units
+_SHADES = 255  # with gray for missing cells, a pixel takes one byte
 _MAX_MARKERS = 12  # per line
-_MAX_VALUE_TICKS = 8  # logarithmic axes with at most this many values have a tick for each
+_MAX_VALUE_TICKS = 8  # a logarithmic axis with at most this many values has a tick for each
 
 
 def lines(
@@ -42,10 +42,11 @@ def lines(
     Args:
       series: (xs, ys) by name.
       x, y: axis labels.
-      log_x, log_y: logarithmic, if a series has a positive number.
-      levels: dashed horizontal lines by name.
-      bands: (lows, highs) by a series' name; a series of one point gets an error bar.
-      mechanisms: by series, where the series' name does not begin with it; sets its colour.
+      log_x, log_y: True for a logarithmic axis, if a series has a positive number.
+      levels: heights of dashed horizontal lines, by name.
+      bands: (lows, highs) by name of a series. For a series of one point, they are an error bar.
+      mechanisms: by name of a series, the mechanism that sets its colour; needed only if the name
+        does not begin with the mechanism's.
     """
     styles = _line_styles(list(series), mechanisms)
     height = 3.4 + _legend_height([*series, *(levels or {})])
@@ -68,13 +69,14 @@ def live_lines(
     bands: Mapping[str, tuple[Sequence[float], Sequence[float]]] | None = None,
     mechanisms: Mapping[str, str] | None = None,
 ) -> tuple[str, list[Curve]]:
-    """Returns an SVG as `lines` does, and its curves with the positions of their points.
+    """Returns the SVG of curves without a legend, and the positions of their points.
 
-    For a page that shows the numbers at the pointer. The legend is on the page; single points have
-    their name beside them.
+    It is for a page that shows the numbers at the pointer and has one legend for all figures. If
+    each series is a single point, its name is written beside the point.
 
     Args:
-      names: of the series of all figures of the page, in order.
+      series, x, y, bands, mechanisms: as in `lines`.
+      names: names of the series in all figures of the page, in order.
     """
     styles, bands, curves = _line_styles(names, mechanisms), bands or {}, []
 
@@ -102,7 +104,7 @@ def live_lines(
 
 
 def picture(panels: Sequence[Mapping]) -> bytes:
-    """Returns a PNG of panels with lines, two per row, and one legend.
+    """Returns a PNG of panels of curves, two per row, with one legend.
 
     Args:
       panels: arguments of `lines` or `live_lines`.
@@ -133,11 +135,12 @@ def _plot(axes: Axes, series, log_x, log_y, levels, bands, styles: Mapping[str, 
     """Draws lines, bands and levels on axes; returns the artists by name.
 
     Args:
-      styles: of all series, by name.
+      styles: styles by name, of all series of the figure or page.
     """
     log_x = log_x and _any_above_zero(xs for xs, _ in series.values())
     log_y = log_y and _any_above_zero(ys for _, ys in series.values())
-    # Set before drawing, so that numbers without a logarithm are masked, not clipped to the edge.
+    # Scales are set before drawing, so that numbers without a logarithm are left out; otherwise
+    # they would be drawn at the edge.
     axes.set_xscale("log" if log_x else "linear", **(dict(nonpositive="mask") if log_x else {}))
     axes.set_yscale("log" if log_y else "linear", **(dict(nonpositive="mask") if log_y else {}))
     artists = {}
@@ -171,9 +174,9 @@ def heatmaps(
     high: float | None = None,
     color_label: str = "",
 ) -> str:
-    """Returns the SVG of matrices side by side in one colour scale; non-finite cells are gray.
+    """Returns the SVG of matrices side by side, with one colour scale.
 
-    If numbers of both signs occur, the colours are symmetric about zero.
+    Non-finite cells are gray. If numbers of both signs occur, colours are symmetric about zero.
 
     Args:
       matrices: [rows, columns] by title.
@@ -231,7 +234,7 @@ def _label(axes: Axes, x: str, y: str) -> None:
 
 
 def _line_styles(names: Sequence[str], mechanisms: Mapping[str, str] | None) -> dict[str, dict]:
-    """Returns the style of each series; series of one colour differ by marker and dash."""
+    """Returns the style of each series. Neighbours differ by marker and dash, too."""
     colors = theme.colors(names, mechanisms)
     return {
         name: dict(
@@ -255,7 +258,7 @@ def _marker_offset(i: int, count: int) -> tuple[int, int]:
 
 
 def _set_x_ticks(axes: Axes, values: Sequence[float], log: bool) -> None:
-    """Sets integer ticks for integers, and a tick per value on logarithmic axes with few values."""
+    """Sets ticks at integers if all values are; on a logarithmic axis of few values, at each."""
     values = _finite(values)
     values = np.unique(values[np.isfinite(values)])
     if log and len(values) <= _MAX_VALUE_TICKS:
@@ -335,7 +338,7 @@ def _scale(matrices: Iterable[np.ndarray], low: float | None, high: float | None
 
 
 def _columns(count: int) -> int:
-    """Returns the number of columns of a grid."""
+    """Returns the number of columns of a grid of `count` heatmaps."""
     return count if count <= 3 else 2 if count == 4 else 3 if count <= 9 else 4
 
 
@@ -360,7 +363,7 @@ def _write_numbers(axes: Axes, matrix: np.ndarray, norm, colors) -> None:
 
 
 def _color_bar(figure: Figure, norm, colors, label: str) -> None:
-    """Adds a colour bar as a raster; matplotlib's own consists of hundreds of shapes."""
+    """Adds a colour bar as an image; matplotlib's own consists of hundreds of shapes."""
     height = figure.get_figheight()
     figure.get_layout_engine().set(rect=(0, 0.72 / height, 1, 1 - 0.72 / height))
     axes = figure.add_axes((0.2, 0.47 / height, 0.6, 0.14 / height))

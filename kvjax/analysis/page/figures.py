@@ -1,4 +1,4 @@
-"""Figures of curves and heatmaps, with their numbers in words."""
+"""Makes figures of curves or heatmaps, with their numbers as text for screen readers."""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,15 +8,15 @@ from kvjax.analysis.page import draw
 from kvjax.analysis.page.section import Figure
 
 Curves = Mapping[str, tuple[Sequence[float], Sequence[float | None]]]  # name: (xs, ys)
-_LISTED = 8  # points of a curve that are listed one by one
+_LISTED = 8  # curves of at most this many points have all points listed
 
 
 def curves(title: str, series: Curves, caption: str, *, digits: str = ".3g", **options) -> Figure:
     """Returns a figure of curves; leaves out curves without numbers.
 
     Args:
-      digits: format of y in words.
-      options: arguments of `draw.lines`.
+      digits: format of y in the text.
+      options: further arguments of `draw.lines`.
     """
     shown = {k: (xs, ys) for k, (xs, ys) in series.items() if any(y is not None for y in ys)}
     levels = "".join(f" {k}: {y:{digits}}." for k, y in options.get("levels", {}).items())
@@ -26,7 +26,11 @@ def curves(title: str, series: Curves, caption: str, *, digits: str = ".3g", **o
 def heatmaps(
     title: str, matrices: Mapping[str, np.ndarray], caption: str, *, low: float = 0, **options
 ) -> Figure:
-    """Returns a figure of matrices on a scale that ends at 1; `options` as in `draw.heatmaps`."""
+    """Returns a figure of heatmaps with colours from `low` to 1.
+
+    Args:
+      options: further arguments of `draw.heatmaps`.
+    """
     sentences = []
     for name, matrix in matrices.items():
         x = matrix[np.isfinite(matrix)]
@@ -46,7 +50,7 @@ def over_layers(series: Mapping[str, Sequence[float | None]]) -> Curves:
 
 
 def describe(series: Curves, digits: str = ".3g") -> str:
-    """Returns the points of short curves, and the ends and range of long ones."""
+    """Returns a text with all points of short curves, and with the ends and range of long ones."""
     parts = []
     for name, (xs, ys) in series.items():
         points = [(x, y) for x, y in zip(xs, ys, strict=True) if y is not None]

@@ -1,4 +1,4 @@
-"""Formulas in texts, such as W_Q W_Kᵀ, as MathML, which browsers draw without a script."""
+"""Turns formulas such as W_Q W_Kᵀ in a text into MathML, which browsers draw without a script."""
 
 import re
 
@@ -13,7 +13,7 @@ _FORMULA = re.compile(
 
 
 def set_in(text: str) -> str:
-    """Returns escaped text with its formulas as MathML; other text stays as it is."""
+    """Returns a text, already escaped for HTML, with its formulas as MathML."""
     return _FORMULA.sub(_math, text)
 
 
@@ -27,7 +27,7 @@ def _math(match: re.Match) -> str:
 
 
 def _row(text: str) -> str:
-    """Returns a product of terms and norms."""
+    """Returns the MathML of a product of terms and norms."""
     text = re.sub(r"([A-Z])_([A-Za-z])(ᵀ|\^T|)", _term, text)
     text = re.sub(r"\|([^|]*)\|(²?)", _norm, text)
     return f"<mrow>{text.replace(' ', '')}</mrow>"

@@ -1,6 +1,6 @@
 "use strict";
-// Headers become buttons that sort by their column: upwards, then downwards. Numbers stand in
-// data-value; what is not there goes last either way.
+// Table headers become buttons that sort by their column, first ascending, then descending. Numbers
+// are read from data-value; rows without a value come last in both orders.
 for (const table of document.querySelectorAll("table")) {
   const headers = [...table.tHead.rows[0].cells];
   headers.forEach((header, column) => {
@@ -30,8 +30,8 @@ for (const table of document.querySelectorAll("table")) {
     });
   });
 }
-// Curves: the legend's names become buttons that hide a curve in all figures; each figure tells the
-// numbers of the point nearest to the pointer, or to the arrow keys' place.
+// Names in the legend become buttons that hide a curve in all figures. Each figure shows the numbers
+// of the point that is nearest to the pointer or was chosen by arrow keys.
 const SVG = "http://www.w3.org/2000/svg";
 const hidden = new Set(), redraws = [];
 for (const item of document.querySelectorAll(".legend > span")) {
@@ -56,28 +56,28 @@ for (const figure of document.querySelectorAll("figure:has(script.curves)")) {
   const dot = document.createElementNS(SVG, "circle");
   dot.setAttribute("r", 5);
   dot.setAttribute("class", "dot");
-  const told = document.createElement("output");
-  told.className = "told";
-  let place = null; // [curve, point]
-  const tell = (next) => {
-    place = next;
-    if (!place) {
+  const readout = document.createElement("output");
+  readout.className = "readout";
+  let selected = null; // [curve, point]
+  const select = (next) => {
+    selected = next;
+    if (!selected) {
       dot.remove();
-      told.replaceChildren();
+      readout.replaceChildren();
       return;
     }
-    const curve = curves[place[0]], [right, down, x, y, half] = curve.points[place[1]];
+    const curve = curves[selected[0]], [right, down, x, y, half] = curve.points[selected[1]];
     dot.setAttribute("cx", right);
     dot.setAttribute("cy", down);
     dot.style.fill = curve.color;
     drawing.append(dot);
     const number = (value, digits) => value.toLocaleString("en", { maximumSignificantDigits: digits });
-    told.textContent = `${curve.name}: ${number(x, 6)} → ${number(y, 5)}` +
+    readout.textContent = `${curve.name}: ${number(x, 6)} → ${number(y, 5)}` +
       (half ? ` ± ${number(half, 2)}` : "");
   };
   redraws.push(() => {
     lines.forEach((line, i) => { if (line) line.style.display = shown(i) ? "" : "none"; });
-    if (place && !shown(place[0])) tell(null);
+    if (selected && !shown(selected[0])) select(null);
   });
   drawing.addEventListener("pointermove", (event) => {
     const at = new DOMPoint(event.clientX, event.clientY)
@@ -87,21 +87,21 @@ for (const figure of document.querySelectorAll("figure:has(script.curves)")) {
       const distance = Math.hypot(right - at.x, down - at.y);
       if (distance < nearest) [nearest, next] = [distance, [i, j]];
     }));
-    tell(next);
+    select(next);
   });
-  drawing.addEventListener("pointerleave", () => tell(null));
+  drawing.addEventListener("pointerleave", () => select(null));
   card.tabIndex = 0;
   card.addEventListener("keydown", (event) => {
     const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
     const jump = { ArrowDown: 1, ArrowUp: -1 }[event.key];
     if (!step && !jump) return;
     event.preventDefault();
-    const there = curves.map((_, i) => i).filter((i) => shown(i) && curves[i].points.length);
-    if (!there.length) return;
-    let [i, j] = place ?? [there[0], step ? (step > 0 ? -1 : 1) : 0];
-    if (jump && place) i = there[(there.indexOf(i) + jump + there.length) % there.length];
+    const choices = curves.map((_, i) => i).filter((i) => shown(i) && curves[i].points.length);
+    if (!choices.length) return;
+    let [i, j] = selected ?? [choices[0], step ? (step > 0 ? -1 : 1) : 0];
+    if (jump && selected) i = choices[(choices.indexOf(i) + jump + choices.length) % choices.length];
     j = Math.min(Math.max(j + (step ?? 0), 0), curves[i].points.length - 1);
-    tell([i, j]);
+    select([i, j]);
   });
-  card.after(told);
+  card.after(readout);
 }

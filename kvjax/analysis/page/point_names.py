@@ -1,4 +1,4 @@
-"""Names of series beside their points."""
+"""Writes names of series beside their points."""
 
 from collections.abc import Mapping, Sequence
 import textwrap
@@ -6,7 +6,7 @@ import textwrap
 from matplotlib.axes import Axes
 from matplotlib.transforms import Bbox
 
-# Places of a name beside its point: offset in points, horizontal and vertical alignment.
+# Places to try for a name: its offset from the point (in 1/72 inch), and its alignment.
 _BESIDE = (
     ((8, 0), "left", "center"),
     ((-8, 0), "right", "center"),
@@ -21,15 +21,17 @@ _Points = Mapping[str, tuple[Sequence[float], Sequence[float]]]
 
 
 def write(axes: Axes, series: _Points, bars: _Points) -> None:
-    """Writes names beside points, if each series is a single point; omits names without room.
+    """Writes the name of each series beside its point, if every series is a single point.
+
+    A name that would overlap another name, a point or an error bar at every place is left out.
 
     Args:
-      bars: (low, high) of error bars by a series' name.
+      bars: (lows, highs) of error bars, by name of a series.
     """
     if not all(len(xs) == 1 for xs, _ in series.values()):
         return
     axes.margins(0.16, 0.14)
-    axes.figure.draw_without_rendering()  # places the axes
+    axes.figure.draw_without_rendering()  # computes the layout
     unit = axes.figure.dpi / 72
     points = {name: axes.transData.transform((xs[0], ys[0])) for name, (xs, ys) in series.items()}
     occupied = [

@@ -1,4 +1,4 @@
-"""Contents of a report: figures, tables and numbers."""
+"""The contents of a report: figures, tables and numbers."""
 
 from collections.abc import Mapping, Sequence
 import dataclasses
@@ -10,13 +10,13 @@ Cell = str | int | float | Estimate | None  # None: no number
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """A line of a drawing that the page can hide, with readable points.
+    """A line of a drawing that the page can hide, and the points whose numbers it can show.
 
     Attributes:
-      color: in CSS.
-      style: number of its dash and marker in `theme`.
-      points: (position right, position down, x, y, half of the band at y); positions in the
-        drawing's units, x and y in the axes' units.
+      color: a CSS colour.
+      style: index of its dash and marker in `theme`.
+      points: (right, down, x, y, half), where right and down are the position in the drawing's
+        units, x and y are in the axes' units, and half is half the height of the band at x.
     """
 
     name: str
@@ -27,10 +27,10 @@ class Curve:
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """A drawing: SVG of `draw`, and its content in words.
+    """A drawing (an SVG of `draw`), and its content as text.
 
     Attributes:
-      curves: of `draw.live_lines`, for a page that shows the numbers at the pointer.
+      curves: curves of `draw.live_lines`, for a page that shows the numbers at the pointer.
     """
 
     title: str
@@ -45,7 +45,7 @@ class Column:
     """A column of a table.
 
     Attributes:
-      format: of numbers, as in `format(x, ...)`.
+      format: format of numbers, as in `format(x, ".2f")`.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Table:
     """Rows of cells; numbers are rounded when displayed.
 
     Attributes:
-      stacks: on a phone, a row's cells stand one below another with their column's name.
+      stacks: True to stack the cells of a row on a phone, each with its column's name.
     """
 
     title: str
@@ -92,9 +92,9 @@ class Section:
 
     Attributes:
       name: as on the command line.
-      lead: the main numbers, in two or three sentences.
-      finding: the main number and verdict in one sentence, for the page's summary.
-      data: every number of figures and tables, and more, as JSON values.
+      lead: two or three sentences with the main numbers.
+      finding: one sentence with the main number or verdict, for the page's summary.
+      data: every number of figures and tables, and further ones, JSON-able.
     """
 
     name: str

@@ -1,7 +1,7 @@
-"""A matplotlib figure as SVG text for embedding in a page.
+"""Turns a matplotlib figure into SVG text that can be embedded in a page.
 
-Self-contained, with the page's fonts and unique ids. Equal figures give equal bytes, whatever
-matplotlib style the process has set.
+The SVG needs no other file, uses the page's fonts, and its ids are unique in the page. Equal
+figures give equal bytes, whatever matplotlib style the process has set.
 """
 
 import base64
@@ -18,15 +18,15 @@ from PIL import Image
 
 from kvjax.foundation import theme
 
-SERIES = "series-"  # prefix of the gids of artists that the page can hide
+SERIES = "series-"  # gids that begin so are of artists that the page can hide
 
 
 def text(width: float, draw: Callable[[Figure], None], height: float) -> str:
     """Returns a figure as SVG.
 
     Args:
-      draw: draws on an empty figure.
-      width, height: in inches; an inch is 72 units of the SVG and of font sizes.
+      draw: called with an empty figure to draw on.
+      width, height: inches; an inch is 72 units of the SVG and of font sizes.
     """
     buffer = io.StringIO()
     with _figure(width, draw, height) as figure:
@@ -44,7 +44,7 @@ def png(width: float, draw: Callable[[Figure], None], height: float, dpi: int = 
 
 @contextlib.contextmanager
 def _figure(width: float, draw: Callable[[Figure], None], height: float) -> Iterator[Figure]:
-    """Yields the drawn figure, in the page's style."""
+    """Yields a figure in the page's style, after calling `draw` with it."""
     with theme.styled(svg__fonttype="none"), warnings.catch_warnings():  # text stays text
         # matplotlib measures text in a font that lacks some glyphs of the page's fonts.
         warnings.filterwarnings("ignore", "Glyph .* missing from font")
@@ -54,7 +54,7 @@ def _figure(width: float, draw: Callable[[Figure], None], height: float) -> Iter
 
 
 def _clean(svg: str) -> str:
-    """Returns matplotlib's SVG as a page element, without external references."""
+    """Returns matplotlib's SVG as an element of a page, without references to other files."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>|<style.*?</style>", "", svg, flags=re.S)
     svg = re.sub(r"font-family: [^;\"]*;? ?", "", svg)  # the page's font applies
@@ -71,7 +71,7 @@ def _clean(svg: str) -> str:
 
 
 def _with_palette(png: re.Match) -> str:
-    """Makes a PNG smaller: up to 256 opaque colours become a palette, one byte per pixel."""
+    """Returns a smaller base64 PNG, with a palette, if it has at most 256 opaque colours."""
     pixels = np.asarray(Image.open(io.BytesIO(base64.b64decode(png[0]))).convert("RGBA"))
     colors, index = np.unique(pixels.reshape(-1, 4), axis=0, return_inverse=True)
     if len(colors) > 256 or (colors[:, 3] < 255).any():
@@ -93,7 +93,7 @@ def _rounded(coordinates: re.Match) -> str:
 
 
 def _unique_ids(svg: str) -> str:
-    """Drops unused ids; the others become a digest of the figure and a number."""
+    """Drops unused ids; replaces the others by a digest of the figure and a number."""
     used = dict.fromkeys(re.findall(r'(?:href="#|url\(#)([^")]+)', svg))
     number = {name: i for i, name in enumerate(used)}
     svg = re.sub(r' id="([^"]*)"', lambda m: m[0] if m[1] in used else "", svg)

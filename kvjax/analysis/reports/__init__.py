@@ -1,4 +1,4 @@
-"""Imports a report by name."""
+"""Reports of `python -m kvjax.analysis`; each is imported when it is used."""
 
 import importlib
 import types
@@ -7,5 +7,5 @@ NAMES = ("diversity", "geometry", "projections", "logits", "compression", "behav
 
 
 def module(name: str) -> types.ModuleType:
-    """Returns a report's module, with `check` and `section`."""
+    """Returns a report's module, which has functions `check` and `section`."""
     return importlib.import_module(f"{__name__}.{name}.report")

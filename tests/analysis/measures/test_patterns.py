@@ -57,7 +57,7 @@ def test_statistics_are_those_of_the_definition(mask):
 def test_divergences_are_those_of_the_definition(mask):
     """Compares with the square of SciPy's distance."""
     p_NTT, visible_TT = _patterns(mask), mask.visible(T)
-    rows_T = patterns.choosing(visible_TT)
+    rows_T = patterns.sees_several_keys(visible_TT)
     found_NN = patterns.divergences(p_NTT, visible_TT)
     for i in range(N):
         for j in range(N):
@@ -111,6 +111,7 @@ def test_repeated_tokens_and_induction():
 def test_queries_of_one_visible_key_are_ignored():
     visible_TT, p_NTT = Mask().visible(T), _patterns(Mask())
     before = patterns.divergences(p_NTT, visible_TT)
-    assert not patterns.choosing(visible_TT)[0] and patterns.choosing(visible_TT)[1:].all()
+    sees_several_T = patterns.sees_several_keys(visible_TT)
+    assert not sees_several_T[0] and sees_several_T[1:].all()
     p_NTT[1, 0] = 0
     np.testing.assert_array_equal(patterns.divergences(p_NTT, visible_TT), before)

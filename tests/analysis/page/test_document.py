@@ -302,7 +302,7 @@ def test_the_whole_page(monkeypatch):
     about = {"Command": "python", "Packages": {"jax": "0.11", "numpy": "2.4"}, "Nothing": ""}
     sections = [first, Section("second", "The second", "", [], [], {})]
     summary = [Point("One", "Is <1.", "first"), Point("", "Two.")]
-    made = document.page("A & B", "Of 5 %.", sections, about, summary=summary, again=30)
+    made = document.page("A & B", "Of 5 %.", sections, about, summary=summary, reload_seconds=30)
     assert made == PAGE
     assert "refresh" not in document.page("A & B", "", [], {})
 

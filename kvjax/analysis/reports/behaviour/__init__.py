@@ -1,1 +1,1 @@
-"""Attention patterns of heads on texts."""
+"""Report on the attention patterns of heads on texts."""

@@ -1,4 +1,4 @@
-"""Measurements of every head's attention on texts."""
+"""Measures every head's attention patterns on texts."""
 
 import collections
 from collections.abc import Mapping, Sequence
@@ -20,10 +20,10 @@ from kvjax.convert.model import LazyModel
 from kvjax.foundation import progress
 from kvjax.foundation.errors import UserError
 
-WINDOWS = 2  # of each text, consecutive
-MAP_TOKENS = 64  # rows and columns of a map
-_REPEATED_ROWS = 8
-_CKA_TOKENS = 512
+WINDOWS = 2  # consecutive windows that are measured of each text
+MAP_TOKENS = 64  # rows and columns of an attention map
+_REPEATED_ROWS = 8  # sequences of repeated random tokens
+_CKA_TOKENS = 512  # tokens, over all sequences, whose features CKA compares
 STATISTICS = patterns.Statistics._fields  # Behaviour adds "content_N" and "induction_N"
 
 
@@ -32,18 +32,18 @@ class Behaviour:
     """Attention patterns of one layer's heads, and distances between heads.
 
     Attributes:
-      num_kv_heads: query head n reads KV head n // (N / K).
-      mask: of attention.
-      statistics: [N] by name: means over sequences of `patterns.Statistics`; `content_N`, the
-        divergence of a head's patterns between two sequences (of two texts if there are several;
-        nan for a single sequence); and `induction_N`.
-      divergence_NN, without_first_NN: divergences of patterns in nats, over all keys and over all
-        but the first.
+      num_kv_heads: K; query head n reads KV head n // (N / K).
+      mask: the layer's mask.
+      statistics: [N] means over sequences, by name: `patterns.Statistics`, "content_N" and
+        "induction_N". "content_N" is the divergence between a head's patterns on two sequences (of
+        different texts if there are several); nan for a single sequence.
+      divergence_NN, without_first_NN: divergences between patterns of two heads in nats, over all
+        keys, and over all except the first.
       outputs_NN: CKA of heads' outputs.
-      weights_NN: similarity of the forms W_Q W_K^T (`diversity`); None without forms, or for one
-        head.
-      text_NTT, repeated_NTT: each head's patterns on the first tokens of the first sequence, and on
-        a sequence of repeated tokens.
+      weights_NN: similarity of the forms W_Q W_K^T (`diversity`). None if there is only one head,
+        or if queries or keys are not linear in the input.
+      text_NTT: each head's pattern on the first tokens of the first sequence.
+      repeated_NTT: each head's pattern on a sequence of repeated tokens.
     """
 
     num_kv_heads: int
@@ -61,10 +61,10 @@ class Behaviour:
         return len(self.divergence_NN)
 
     def pairs(self, x_NN: np.ndarray, shared: bool | None = None) -> np.ndarray:
-        """Returns one number per pair of heads.
+        """Returns the entries of a matrix [N, N] for pairs of different heads.
 
         Args:
-          shared: True: only pairs that share a KV head; False: only the others; None: all pairs.
+          shared: True for pairs that share a KV head, False for other pairs, None for all.
         """
         first, second = np.triu_indices(self.num_heads, 1)
         group_N = np.arange(self.num_heads) * self.num_kv_heads // self.num_heads
@@ -74,12 +74,13 @@ class Behaviour:
 
 @dataclasses.dataclass(frozen=True)
 class BehaviourMeasurements:
-    """Attention patterns of a model's heads by layer, and the measurement's parameters.
+    """Attention patterns of all layers, and how they were measured.
 
     Attributes:
-      length, sequences: tokens per sequence, number of sequences.
+      length: tokens per sequence.
+      sequences: number of sequences.
       block: number of random tokens that are repeated.
-      induction_by_chance: score of uniform attention, the layers' mean.
+      induction_by_chance: induction score of uniform attention, mean over layers.
       inputs_LL, outputs_LL: CKA between layers, of attention's inputs and of all heads' outputs.
     """
 
@@ -103,13 +104,13 @@ class BehaviourMeasurements:
 def measure(
     model: LazyModel, texts: Mapping[str, np.ndarray], length: int, seed: int
 ) -> BehaviourMeasurements:
-    """Measures all layers, with one layer's patterns in memory.
+    """Measures all layers, one at a time.
 
     Raises:
       UserError: activations are not finite.
     """
     rows_BT, others_B = _rows(texts, length)
-    # The earlier occurrence of a token must be within the window, in every layer.
+    # A repeated token's first occurrence must lie within the window of every layer.
     windows = {kind.window for kind in model.transformer.block.layer_kinds if kind.window}
     block = min(MAP_TOKENS // 2, length // 2, *windows)
     tokens_A = np.unique(np.concatenate(list(texts.values())))
@@ -146,9 +147,10 @@ def measure(
 
 
 def _rows(texts: Mapping[str, np.ndarray], length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the first windows [B, T] of each text, and for each window the row to compare with.
+    """Returns [B, T] windows from the beginning of each text, and [B] indices of other windows.
 
-    That row is from the next text, or from the same text if there is only one.
+    A window's patterns are compared with those on the other window, which is from the next text, or
+    from the same text if there is only one.
     """
     counts = [min(WINDOWS, len(tokens_T) // length) for tokens_T in texts.values()]
     rows = [
@@ -168,12 +170,12 @@ def _rows(texts: Mapping[str, np.ndarray], length: int) -> tuple[np.ndarray, np.
 
 
 def _tokens(x_BTD: np.ndarray) -> np.ndarray:
-    """Returns [B·T, ...] of all sequences."""
+    """Returns [B·T, ...] values of the tokens of all sequences."""
     return x_BTD.reshape(-1, *x_BTD.shape[2:])
 
 
 def _weights(model: LazyModel, index: int) -> np.ndarray | None:
-    """Returns [N, N] similarities of a layer's forms W_Q W_K^T, or None."""
+    """Returns a layer's `Behaviour.weights_NN`."""
     try:
         with few_threads(model.transformer.block.d_model):
             return diversity.of_layer(heads_lib.of_layer(model, index)).similarity_NN
@@ -182,7 +184,7 @@ def _weights(model: LazyModel, index: int) -> np.ndarray | None:
 
 
 def _induction_by_chance(layers: Sequence[Behaviour], block: int) -> float:
-    """Returns the mean over layers of uniform attention's score."""
+    """Returns the induction score of uniform attention, mean over layers."""
     counts = collections.Counter(layer.mask for layer in layers)
     scores = {mask: patterns.induction_by_chance(mask.visible(2 * block), block) for mask in counts}
     return sum(scores[mask] * count for mask, count in counts.items()) / len(layers)
@@ -191,7 +193,15 @@ def _induction_by_chance(layers: Sequence[Behaviour], block: int) -> float:
 def _of_layer(
     layer: Layer, repeated: Layer, block: int, chosen_T: np.ndarray, others_B: np.ndarray
 ) -> tuple[Behaviour, np.ndarray]:
-    """Returns a layer's behaviour without weights, and the [T, N, Hv] outputs of some tokens."""
+    """Returns a layer's behaviour without `weights_NN`, and [T, N, Hv] head outputs.
+
+    Args:
+      layer: the layer's attention on the texts.
+      repeated: the layer's attention on repeated tokens.
+      block: number of tokens that are repeated.
+      chosen_T: indices of the tokens, over all sequences, whose outputs are returned.
+      others_B: see `_rows`.
+    """
     count = len(layer.query_BTNH)
     visible_TT = layer.mask.visible(layer.query_BTNH.shape[1])
     by_sequence = logits.parallel_map(lambda b: activations.attention(layer, b), range(count))

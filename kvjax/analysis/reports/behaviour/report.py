@@ -1,8 +1,8 @@
-"""The report on attention patterns, and on how similar heads are in them.
+"""The report on attention patterns, and on how similar they are between heads.
 
-LRKV (arXiv 2601.11471), appendix C.10, names two other measures of diversity: attention patterns
-and CKA; C.11 asks how they relate to its own. Projection sharing (2606.04032), figure 4, shows
-maps.
+LRKV (arXiv 2601.11471), appendix C.10, names attention patterns and CKA as further measures of head
+diversity, and C.11 asks how they relate to its own measure. Projection sharing (2606.04032), figure
+4, shows attention maps.
 """
 
 import math
@@ -12,18 +12,19 @@ import numpy as np
 from kvjax.analysis.page import figures
 from kvjax.analysis.page.section import Figure, Section
 from kvjax.analysis.reports.behaviour import measurements, tables
-from kvjax.analysis.reports.behaviour.results import Results, finite
+from kvjax.analysis.reports.behaviour.results import Results
 from kvjax.analysis.request import Request, reference_length
 from kvjax.analysis.words import stages
 from kvjax.convert.model import LazyModel
 from kvjax.foundation.errors import UserError
+from kvjax.foundation.json_text import plain
 
-_SHORTEST = 16  # tokens, so that half of them can be repeated
-_MUCH = 0.5  # share of a head's attention
+_SHORTEST = 16  # fewest tokens of a sequence, half of which are repeated
+_MUCH = 0.5  # share of attention above which a head counts as attending to something
 
 
 def check(model: LazyModel, request: Request) -> None:
-    """Raises a UserError for short rows, and for queries that see no other token."""
+    """Raises a UserError if all sequences are too short, or if queries see only themselves."""
     if max(request.lengths) < _SHORTEST:
         raise UserError(
             f"lengths = {max(request.lengths)}: patterns of attention need at least {_SHORTEST} "
@@ -103,11 +104,11 @@ def _maps(results: Results) -> Figure:
     return figures.heatmaps(
         "Attention maps of single heads",
         maps,
-        f"Attention on the first {shown} tokens of the first text, of heads named "
-        "layer.head: by default the strongest of each role (nearest: the least "
-        f"distance), induction on {results.measured.block} repeated random tokens. Rows "
-        "are queries, colours square roots of shares, gray cells masked keys. Projection "
-        "sharing, figure 4, has such maps for toy tasks.",
+        f"Attention of heads, named layer.head, on the first {shown} tokens of the first text; for "
+        f"induction, on {results.measured.block} repeated random tokens. By default, these are the "
+        "strongest heads of each role (nearest: the smallest distance). Rows are queries, colours "
+        "are square roots of attention, and gray cells are masked keys. Projection sharing, figure "
+        "4, has such maps for toy tasks.",
         x="key",
         y="query",
         color_label="√p",
@@ -125,10 +126,9 @@ def _roles(results: Results) -> Figure:
     return figures.heatmaps(
         "Attention targets of each head",
         maps,
-        "Mean share of every head's attention on the previous and on the first token "
-        "and, on repeated random tokens, on the token after the earlier occurrence (prefix "
-        "matching, Olsson et al. 2022); and the entropy of its rows over the largest "
-        "possible.",
+        "Mean share of every head's attention on the previous token, on the first token and, for "
+        "repeated random tokens, on the token after the earlier occurrence (prefix matching, "
+        "Olsson et al. 2022). The last map is the entropy of its attention over the maximum.",
         x="head",
         y="layer",
         color_label="share",
@@ -136,13 +136,17 @@ def _roles(results: Results) -> Figure:
 
 
 def _curves(results: Results, names: dict[str, str]) -> tuple[dict[str, tuple], dict[str, tuple]]:
-    """Returns by name the curve of medians over a layer's heads, and the band of quartiles."""
+    """Returns by name curves over layers: medians over heads, and bands of quartiles.
+
+    Args:
+      names: statistics by name of the curve.
+    """
     series, bands = {}, {}
     layers = list(range(results.num_layers))
     for name, statistic in names.items():
         low_L, median_L, high_L = results.quartiles(statistic)
-        series[name] = (layers, finite(median_L))
-        bands[name] = (finite(low_L), finite(high_L))
+        series[name] = (layers, plain(median_L))
+        bands[name] = (plain(low_L), plain(high_L))
     return series, bands
 
 
@@ -185,7 +189,7 @@ def _breadth(results: Results) -> Figure:
 
 
 def _kinds(results: Results) -> dict[str, bool | None]:
-    """Returns the kinds of pairs, with the argument `shared` of `Results.of_pairs` for each."""
+    """Returns by name the kinds of pairs of heads, as arguments `shared` of `Results.of_pairs`."""
     if results.shares_some:
         return {"sharing a KV head": True, "with two KV heads": False}
     return {"all pairs": None}
@@ -196,7 +200,7 @@ def _divergences(results: Results) -> Figure:
     distances = {"": "divergence_NN", ", without the first token": "without_first_NN"}
     for kind, shared in _kinds(results).items():
         for suffix, distance in distances.items():
-            low_L, median_L, high_L = map(finite, results.of_pairs(distance, shared))
+            low_L, median_L, high_L = map(plain, results.of_pairs(distance, shared))
             series[f"{kind}{suffix}"] = (layers, median_L)
             if not suffix:
                 bands[kind] = (low_L, high_L)

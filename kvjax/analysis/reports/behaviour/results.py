@@ -1,13 +1,15 @@
-"""Numbers of the report on behaviour, as figures and tables show them."""
+"""Computes the numbers that the report on behaviour shows."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 import dataclasses
 
 import numpy as np
 
 from kvjax.analysis.reports.behaviour.measurements import Behaviour, BehaviourMeasurements
+from kvjax.foundation import json_text
 
-# Role of a head: (statistic, True if the role needs its largest value, False if its smallest).
+# Roles of heads: (statistic, True if the heads with its largest values have the role, False if
+# those with its smallest).
 ROLES = {
     "token before": ("previous_N", True),
     "first token": ("first_N", True),
@@ -17,16 +19,16 @@ ROLES = {
     "induction": ("induction_N", True),
 }
 DISTANCES = ("divergence_NN", "without_first_NN", "outputs_NN")
-_FEWEST = 3  # pairs for a rank correlation
+_FEWEST = 3  # fewest pairs for a rank correlation
 _DIGITS = 6  # decimals of numbers in `data`
 
 
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """A distinctive or requested head, shown as `layer.head`.
+    """A head that the report shows by itself.
 
     Attributes:
-      role: a key of `ROLES`; "" for requested heads.
+      role: a key of `ROLES`; "" for a head that the user requested.
     """
 
     role: str
@@ -44,7 +46,7 @@ class Head:
 
 @dataclasses.dataclass(frozen=True)
 class Relation:
-    """Rank correlations within layers, and their quartiles over layers."""
+    """Rank correlations over the pairs of each layer, and their quartiles over layers."""
 
     by_layer: tuple[float | None, ...]
     low: float
@@ -54,7 +56,7 @@ class Relation:
 
 @dataclasses.dataclass(frozen=True)
 class Pairs:
-    """Quartiles of a distance over pairs of heads within layers."""
+    """Quartiles of a distance between heads of one layer, over the pairs of all layers."""
 
     count: int
     low: float
@@ -63,12 +65,16 @@ class Pairs:
 
 
 class Results:
-    """Results of one model."""
+    """Results of one model.
+
+    Args:
+      name: the model's name.
+      heads: (layer, head) pairs that the user requested.
+    """
 
     def __init__(
         self, name: str, measured: BehaviourMeasurements, heads: Sequence[tuple[int, int]] = ()
     ):
-        """Stores measurements and the requested (layer, head) pairs."""
         self.name, self.measured = name, measured
         self._requested = [Head("", layer, head) for layer, head in heads]
 
@@ -108,9 +114,9 @@ class Results:
         return Pairs(len(distances), low, median, high)
 
     def relation(self, distance: str) -> Relation | None:
-        """Returns Spearman's correlation, over pairs, of weight similarity with a distance.
+        """Returns Spearman's correlation over pairs of heads, of weight similarity with a distance.
 
-        None if no layer has three differing pairs.
+        Returns None if no layer has three pairs with different values.
         """
         by_layer = [
             _rank_correlation(layer.pairs(layer.weights_NN), layer.pairs(getattr(layer, distance)))
@@ -125,7 +131,7 @@ class Results:
         return Relation(tuple(by_layer), low, median, high)
 
     def by_head(self, statistic: str) -> np.ndarray:
-        """Returns [L, N], nan-padded for layers with fewer heads."""
+        """Returns [L, N] values of a statistic, padded with nan where a layer has fewer heads."""
         by_layer = self.measured.statistic(statistic)
         most = max(map(len, by_layer))
         return np.stack(
@@ -133,11 +139,11 @@ class Results:
         )
 
     def count(self, statistic: str, above: float) -> int:
-        """Returns the number of heads above a value."""
+        """Returns the number of heads whose statistic is above a value."""
         return int(sum((x_N > above).sum() for x_N in self.measured.statistic(statistic)))
 
     def chosen(self, each: int = 1) -> list[Head]:
-        """Returns the `each` strongest heads of every role; a head appears once."""
+        """Returns the `each` strongest heads of every role. A head is chosen for one role only."""
         heads, used = [], set()
         for role, (statistic, largest) in ROLES.items():
             by_layer = self.measured.statistic(statistic)
@@ -153,7 +159,7 @@ class Results:
         return heads
 
     def shown(self) -> list[Head]:
-        """Returns the heads with a map: the requested ones, or the strongest of each role."""
+        """Returns the heads to show as maps: the requested ones, or the strongest of each role."""
         return self._requested or self.chosen()
 
     def behaviour(self, head: Head) -> Behaviour:
@@ -166,7 +172,10 @@ class Results:
         }
 
     def map(self, head: Head) -> np.ndarray:
-        """Returns the [T, T] pattern of a head on the first tokens; nan for masked keys."""
+        """Returns a head's [T, T] pattern on the first tokens, with nan for masked keys.
+
+        The tokens are repeated ones if the head's role is induction, else those of the first text.
+        """
         layer = self.behaviour(head)
         maps_NTT = layer.repeated_NTT if head.role == "induction" else layer.text_NTT
         p_TT = maps_NTT[head.head].astype(np.float64)
@@ -174,18 +183,18 @@ class Results:
         return np.where(visible_TT, p_TT, np.nan)
 
     def data(self) -> dict:
-        """Returns every number, by layer and head."""
+        """Returns every number, by layer and head, JSON-able."""
         m = self.measured
 
-        def plain(x, digits=_DIGITS):
-            return _plain(np.round(np.asarray(x, np.float64), digits))
+        def rounded(x, digits=_DIGITS):
+            return np.round(np.asarray(x, np.float64), digits)
 
         layers = [
             dict(
                 num_kv_heads=layer.num_kv_heads,
-                heads={name.removesuffix("_N"): plain(x) for name, x in layer.statistics.items()},
-                **{name.removesuffix("_NN"): plain(getattr(layer, name)) for name in DISTANCES},
-                weights=None if layer.weights_NN is None else plain(layer.weights_NN),
+                heads={name.removesuffix("_N"): rounded(x) for name, x in layer.statistics.items()},
+                **{name.removesuffix("_NN"): rounded(getattr(layer, name)) for name in DISTANCES},
+                weights=None if layer.weights_NN is None else rounded(layer.weights_NN),
             )
             for layer in m.layers
         ]
@@ -193,29 +202,25 @@ class Results:
         pairs, relations = {}, {}
         for distance in DISTANCES:
             name = distance.removesuffix("_NN")
-            relations[name] = _as_dict(self.relation(distance))
-            pairs[name] = {
-                kind: _as_dict(self.pairs(distance, shared)) for kind, shared in kinds.items()
-            }
+            relations[name] = self.relation(distance)
+            pairs[name] = {kind: self.pairs(distance, shared) for kind, shared in kinds.items()}
         maps = [
-            dict(role=head.role, head=head.name, map=plain(self.map(head), 4))
+            dict(role=head.role, head=head.name, map=rounded(self.map(head), 4))
             for head in self.shown()
         ]
-        return dict(
-            tokens=m.length,
-            sequences=m.sequences,
-            block=m.block,
-            induction_by_chance=m.induction_by_chance,
-            layers=layers,
-            pairs=pairs,
-            weights_and_behaviour=relations,
-            maps=maps,
-            cka_between_layers=dict(inputs=plain(m.inputs_LL), outputs=plain(m.outputs_LL)),
+        return json_text.plain(
+            dict(
+                tokens=m.length,
+                sequences=m.sequences,
+                block=m.block,
+                induction_by_chance=m.induction_by_chance,
+                layers=layers,
+                pairs=pairs,
+                weights_and_behaviour=relations,
+                maps=maps,
+                cka_between_layers=dict(inputs=rounded(m.inputs_LL), outputs=rounded(m.outputs_LL)),
+            )
         )
-
-
-def _as_dict(numbers: Pairs | Relation | None) -> dict | None:
-    return numbers and dataclasses.asdict(numbers)
 
 
 def _rank_correlation(x_P: np.ndarray, y_P: np.ndarray) -> float | None:
@@ -229,18 +234,7 @@ def _rank_correlation(x_P: np.ndarray, y_P: np.ndarray) -> float | None:
     return float(stats.spearmanr(x_P, y_P).statistic)
 
 
-def finite(values) -> list[float | None]:
-    """Returns numbers as lists, with None for non-finite ones."""
-    return _plain(np.asarray(values, np.float64))
-
-
 def _quartiles(by_layer: list[np.ndarray]) -> np.ndarray:
     none = np.full(3, np.nan)
     finite = (x[np.isfinite(x)] for x in by_layer)
     return np.stack([np.quantile(x, (0.25, 0.5, 0.75)) if x.size else none for x in finite], axis=1)
-
-
-def _plain(x: np.ndarray | float | Mapping):
-    if isinstance(x, np.ndarray) and x.ndim:
-        return [_plain(each) for each in x]
-    return float(x) if np.isfinite(x) else None

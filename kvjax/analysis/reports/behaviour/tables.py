@@ -1,11 +1,10 @@
 """Tables of the report on behaviour."""
 
-import numpy as np
-
 from kvjax.analysis.page.section import Cell, Column, Table
-from kvjax.analysis.reports.behaviour.results import Head, Results, finite
+from kvjax.analysis.reports.behaviour.results import Head, Results
+from kvjax.foundation.json_text import plain
 
-_EACH = 3  # heads of a role
+_EACH = 3  # heads shown of each role
 _STATISTICS = {
     "first token": "first_N",
     "token before": "previous_N",
@@ -35,27 +34,23 @@ def _columns(names: dict[str, str]) -> list[Column]:
     return [Column(name, _FORMATS.get(name, ".2f")) for name in names]
 
 
-def _cell(x: float) -> Cell:
-    return float(x) if np.isfinite(x) else None
-
-
 def _heads(results: Results) -> Table:
     rows = [_head(results, head) for head in results.chosen(_EACH)]
     return Table(
         "Heads that stand out",
         [Column("for"), Column("head"), *_columns(_STATISTICS)],
         rows,
-        f"The {_EACH} heads with the most of each statistic (least distance), named "
-        "layer.head; means over queries and texts. Entropy is over the largest possible; "
-        "keys is the number of equal shares with this entropy; distance is in tokens; "
-        "between passages is a divergence in nats; induction is the share after the "
-        "earlier occurrence of repeated tokens.",
+        f"The {_EACH} heads with the largest value of each statistic (smallest distance), named "
+        "layer.head; means over queries and texts. Entropy is divided by its maximum. Keys is the "
+        "number of equally weighted keys with this entropy. Distance is in tokens. Between "
+        "passages is a divergence in nats. Induction is the attention on the token after a "
+        "repeated token's earlier occurrence.",
     )
 
 
 def _head(results: Results, head: Head) -> list[Cell]:
     statistics = results.statistics(head)
-    return [head.role, head.name, *(_cell(statistics[name]) for name in _STATISTICS.values())]
+    return [head.role, head.name, *(plain(statistics[name]) for name in _STATISTICS.values())]
 
 
 def _pairs(results: Results) -> Table:
@@ -79,9 +74,9 @@ def _pairs(results: Results) -> Table:
 
 def _layers(results: Results) -> Table:
     medians = {
-        name: finite(results.quartiles(statistic)[1]) for name, statistic in _STATISTICS.items()
+        name: plain(results.quartiles(statistic)[1]) for name, statistic in _STATISTICS.items()
     }
-    pairs = {name: finite(results.of_pairs(x_NN)[1]) for name, x_NN in _DISTANCES.items()}
+    pairs = {name: plain(results.of_pairs(x_NN)[1]) for name, x_NN in _DISTANCES.items()}
     relations = {name: results.relation(x_NN) for name, x_NN in _DISTANCES.items()}
     columns = [Column("layer", "d"), *_columns(_STATISTICS)]
     columns += [Column(f"{name}, pairs" if "pairs" not in name else name) for name in pairs]
@@ -95,8 +90,8 @@ def _layers(results: Results) -> Table:
         "Layers",
         columns,
         rows,
-        "Medians over the heads of each layer and over their pairs; and Spearman's rank "
-        "correlation, over pairs, of the similarity of two heads' weights W_Q W_Kᵀ "
-        "(without positions) with each distance: -1 with divergences and +1 with CKA if "
-        "weights determined behaviour. LRKV, appendix C.11, asks for this relation.",
+        "Medians over the heads of each layer, and over their pairs. The last columns are "
+        "Spearman's rank correlation, over pairs, of the similarity of two heads' weights W_Q W_Kᵀ "
+        "(without positions) with each distance. If weights determined behaviour, it would be -1 "
+        "with divergences and +1 with CKA. LRKV, appendix C.11, asks for this relation.",
     )

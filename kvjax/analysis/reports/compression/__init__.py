@@ -1,1 +1,1 @@
-"""Low-rank keys: can a fixed subspace hold a head's keys?"""
+"""Report on low-rank keys: can a fixed subspace hold a head's keys?"""

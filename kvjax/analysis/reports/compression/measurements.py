@@ -1,4 +1,4 @@
-"""Measurements of keys cut at equal rank by several methods, on texts."""
+"""Measures the errors of cutting keys at equal rank by several methods, on texts."""
 
 import collections
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ from kvjax.convert.model import LazyModel
 from kvjax.foundation import progress
 from kvjax.foundation.errors import UserError
 
-SHARE = 0.9  # of the energy, for which components are counted
+SHARE = 0.9  # share of the energy that the counted components hold
 
 # Matrices whose spectra are measured.
 SPECTRUM_WEIGHTS = "W_K of each head"
@@ -35,28 +35,34 @@ SPECTRUM_KEYS = "keys of each head on a text"
 SPECTRUM_CENTRED = "the same less their mean"
 SPECTRUM_LOGITS = "logits E of each head on a text"
 OF_WEIGHTS = (SPECTRUM_WEIGHTS, SPECTRUM_JOINT, SPECTRUM_INTERACTION)
-_ROUNDING = 1e-9  # share of the largest singular value below which values are rounding
+_ROUNDING = 1e-9  # singular values below this share of the largest are rounding errors
 
 
 @dataclasses.dataclass(frozen=True)
 class CompressionMeasurements:
-    """Numbers by method, over all layers' heads; rows are those of `Windows`.
+    """Errors by method, over the heads of all layers.
+
+    B are the measured rows of `subspace_methods.Windows`.
 
     Attributes:
       key_dim: H of the widest heads, which `ranks` refer to.
-      shares: of a key's channels that are kept.
-      length: tokens of a row; errors and losses are those of its second half.
-      texts_B: the text of each row.
-      later: see `Windows`.
-      errors: [B, heads, ranks, 2] of `key_subspaces.CutErrors`; nan if a method has too few tokens.
-      nats: [B, tokens] by method and share; None: the unmodified model.
-      spectra: by matrix [B or 1, heads, 3]: components for 90 % of the energy, the rank of weights
-        (else channels), and channels.
-      drift_at: token counts of the first and of the spread tokens, up to `drift_length`.
-      overlap: by place [texts, KV heads, counts, 2], overlaps with the subspace of all tokens: of
-        the subspace of the first tokens, and of equally many spread tokens.
-      drift_error: by place [texts, heads, 2 counts + 2], errors of later logits under subspaces of
-        the first tokens, of spread tokens, of all tokens, and the fixed one (nan without one).
+      shares: shares of a key's channels that are kept.
+      ranks: the same as numbers of channels.
+      length: tokens per row; errors and losses are measured on its second half.
+      texts_B, later: as in `Windows`.
+      errors: [B, heads, ranks, 2] `key_subspaces.CutErrors` by method; nan for ranks that the
+        method's tokens do not determine.
+      nats: [B, tokens] losses by method and share; key None: the unmodified model.
+      spectra: by matrix, [B or 1, heads, 3]: components for 90 % of the energy; the largest
+        possible number (the rank of weights, else channels); channels.
+      drift_rank: rank of the subspaces whose drift is measured.
+      drift_length: tokens of the text that the drift is measured on.
+      drift_at: counts of tokens that the first tokens' subspaces are computed from.
+      overlap: by place, [texts, KV heads, counts, 2] overlaps with the subspace of all tokens: of
+        the first tokens' subspace, and of that of equally many spread tokens.
+      drift_error: by place, [texts, heads, 2 counts + 2] errors of later logits with keys cut to
+        the subspace of the first tokens (counts), of spread tokens (counts), of all tokens, and
+        to the fixed one (nan if there is none).
     """
 
     key_dim: int
@@ -78,11 +84,11 @@ class CompressionMeasurements:
 def measure(
     model: LazyModel, texts: Mapping[str, np.ndarray], length: int, longest: int
 ) -> CompressionMeasurements:
-    """Measures all methods; subspaces come from the unmodified model.
+    """Measures all methods. Subspaces are computed from activations of the unmodified model.
 
     Args:
-      length: tokens of a row.
-      longest: tokens of a row for drift.
+      length: tokens per row.
+      longest: tokens of each text that drift is measured on.
 
     Raises:
       UserError: activations or losses are not finite.
@@ -133,14 +139,14 @@ def _by_method(
     arrays_by_name: Mapping[tuple[str, Method | str], list],
     doing: progress.waiting,
 ) -> tuple[list[Rope], list[dict[str, list[Subspaces | None]]], dict]:
-    """Measures errors and spectra of each layer into `arrays_by_name`.
+    """Appends errors and spectra of each layer to `arrays_by_name`.
 
     Returns:
-      RoPE of each layer; the fixed subspaces of each text (or None), by layer and place; the losses
+      The RoPE of each layer; by layer and place, each text's fixed subspace (or None); the losses
       of each run.
     """
     joint = subspace_methods.has_joint_svd(model.transformer.mechanisms)
-    # A layer without RoPE, in a model with RoPE, has the same keys before and after it.
+    # In a model with RoPE, a layer without it has the same keys "before" and "after" RoPE.
     rotates = any(kind.rope_base is not None for kind in model.transformer.block.layer_kinds)
     ropes, fixed, runs = [], [], None
     layers = zip(heads_lib.layers(model), activations.layers(model, windows.rows()), strict=True)
@@ -177,14 +183,14 @@ def _by_method(
 def _has_tokens(
     windows: subspace_methods.Windows, method: Method, share: float, heads: Heads
 ) -> bool:
-    """Returns True if a method has enough tokens for this share."""
+    """Returns True if a method's tokens determine a subspace with this share of the channels."""
     return windows.enough_tokens(method, subspace_methods.rank(share, heads.key_DKH.shape[2]))
 
 
 def _fixed(
     subspaces: Mapping[Method, Sequence[Subspaces]], windows: subspace_methods.Windows
 ) -> dict[str, list[Subspaces | None]]:
-    """Returns by place the fixed subspaces of each text, or None."""
+    """Returns by place each text's fixed subspaces; None without text to compute them from."""
     _, first = np.unique(windows.texts_B, return_index=True)
     no_subspaces = [None] * len(windows.texts_B)
     return {
@@ -200,7 +206,7 @@ def _errors(
     kept: Sequence[float],
     windows: subspace_methods.Windows,
 ) -> dict[Method, np.ndarray]:
-    """Returns by method the [B, N, ranks, 2] errors; see `CompressionMeasurements`."""
+    """Returns a layer's `CompressionMeasurements.errors`."""
     length, rope = layer.key_BTKH.shape[1], key_subspaces.rope_of(heads)
     queries, by_method = key_drift.later_queries(length), collections.defaultdict(list)
     for b in range(len(next(iter(subspaces.values())))):
@@ -227,7 +233,7 @@ def _errors(
 
 
 def _spectra(heads: Heads, layer: Layer, B: int, joint: bool) -> dict[str, np.ndarray]:
-    """Returns the `spectra` of a layer; see `CompressionMeasurements`."""
+    """Returns a layer's `CompressionMeasurements.spectra`."""
     D, K, H = heads.key_DKH.shape
 
     def energies(x_LH):
@@ -254,7 +260,7 @@ def _spectra(heads: Heads, layer: Layer, B: int, joint: bool) -> dict[str, np.nd
 
 
 def _rank(energies: np.ndarray) -> np.ndarray:
-    """Returns [...] numerical ranks in float64."""
+    """Returns [...] numerical ranks, given squared singular values [..., R]."""
     return (energies > _ROUNDING**2 * energies.max(axis=-1, keepdims=True)).sum(axis=-1)
 
 
@@ -265,7 +271,7 @@ def _drift(
     counts: Sequence[int],
     arrays_by_name: Mapping[tuple[str, str], list],
 ) -> None:
-    """Measures a layer's overlaps and later errors into `arrays_by_name`."""
+    """Appends a layer's overlaps and errors of later logits to `arrays_by_name`."""
     _, length, _, H = layer.key_BTKH.shape
     r = key_drift.rank(H, length)
     for where, fixed_B in fixed.items():

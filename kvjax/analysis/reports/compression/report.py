@@ -1,4 +1,4 @@
-"""The report on fixed subspaces of keys, on which three papers seem to contradict each other."""
+"""The report on fixed subspaces of keys, about which three papers seem to disagree."""
 
 from kvjax.analysis.measures import heads as heads_lib, subspace_methods
 from kvjax.analysis.measures.spread import Spread
@@ -10,7 +10,7 @@ from kvjax.analysis.request import Request, reference_length
 from kvjax.convert.model import LazyModel
 from kvjax.foundation.errors import UserError
 
-_SHORTEST = 16  # tokens of a row, so that an eighth of it is more than one
+_SHORTEST = 16  # fewest tokens of a row, so that an eighth of it is more than one token
 _FIRST, _EVEN = "first tokens", "evenly spread tokens"
 _UNCACHED = (
     "part of each key encodes its position and is not cached, so that the rank of what is cached "
@@ -19,7 +19,7 @@ _UNCACHED = (
 
 
 def check(model: LazyModel, request: Request) -> None:
-    """Raises a UserError for keys without ranks to compare, and for short rows."""
+    """Raises a UserError if rows are too short, or if keys have no lower rank to compare."""
     if max(request.lengths) < _SHORTEST:
         raise UserError(
             f"lengths = {max(request.lengths)}: subspaces of part of a text need at least "
@@ -36,9 +36,9 @@ def check(model: LazyModel, request: Request) -> None:
 
 
 def section(model: LazyModel, request: Request) -> Section:
-    """Compares subspaces of keys of equal rank: from weights, from text and from the context.
+    """Compares subspaces of keys that are computed from weights, from text and from the context.
 
-    SmolLM2-135M on two texts, in rows of 256 tokens, and of 1,024 for the drift of subspaces, takes
+    For SmolLM2-135M and two texts, with rows of 256 tokens and drift over 1,024 tokens, this takes
     95 s on two cores and 1.6 GB.
 
     Raises:
@@ -81,7 +81,7 @@ def _figures(results: Results) -> list[Figure]:
 
 
 def _names(results: Results, where: str) -> list[str]:
-    """Returns the methods that figures of keys cut `where` (before or after RoPE) show."""
+    """Returns the methods that figures show for keys cut at a place, before or after RoPE."""
     names = [
         name
         for name, cut in results.methods()
@@ -155,10 +155,10 @@ def _overlap(results: Results) -> Figure:
     return figures.curves(
         "Overlap of the first tokens' subspace with the subspace of all",
         series,
-        "Mean squared cosine between the subspace of all tokens of a text, "
-        f"{measured.drift_rank} of {measured.key_dim} channels, and the subspace of a part: its "
-        "first tokens, or as many tokens spread evenly over it. The latter have the error of a "
-        "small sample alone: the gap between the two lines is the drift. Each subspace minimises "
+        "Mean squared cosine between the subspace of all tokens of a text "
+        f"({measured.drift_rank} of {measured.key_dim} channels) and the subspace of a part: its "
+        "first tokens, or equally many tokens spread evenly over it. Spread tokens show the error "
+        "of a small sample, so the gap between the two lines is the drift. Each subspace minimises "
         f"{tables.MINIMISED}. Logit spectra, section 5, asserts a drift and does not measure it.",
         x="tokens",
         y="overlap",
@@ -170,7 +170,7 @@ def _overlap(results: Results) -> Figure:
 
 
 def _line(name: str, counts: list[int], spreads: list[Spread], series: dict, bands: dict) -> None:
-    """Adds a line of medians, and quartile bands for first tokens."""
+    """Adds a line of medians to a figure and, for first tokens, the band of quartiles."""
     series[name] = (counts, [spread.median for spread in spreads])
     if name.endswith(_FIRST):
         bands[name] = ([spread.low for spread in spreads], [spread.high for spread in spreads])
@@ -189,10 +189,10 @@ def _later_errors(results: Results) -> Figure:
         "Error of later logits under the subspace of the first tokens",
         series,
         f"Error of logits in the second half of {measured.drift_length:,} tokens, with keys in a "
-        f"subspace of rank {measured.drift_rank}: that of the first tokens, that of as many tokens "
-        "spread evenly over the text, and, dashed, a fixed one from text that is not measured. The "
-        "gap between the first two is what drift costs; the fall of the second as tokens are added "
-        "is what a small sample costs.",
+        f"subspace of rank {measured.drift_rank}: the subspace of the first tokens, the subspace "
+        "of equally many tokens spread evenly over the text, or (dashed) a fixed one from text "
+        "that is not measured. The gap between the first two is the cost of drift. The fall of the "
+        "second, as tokens are added, shows the cost of a small sample.",
         x="tokens",
         y="|E - E_r| / |E|",
         log_x=True,

@@ -1,4 +1,4 @@
-"""Numbers of the report on compression, as figures and tables show them."""
+"""Computes the numbers that the report on compression shows."""
 
 from collections.abc import Iterator
 import dataclasses
@@ -12,16 +12,16 @@ from kvjax.analysis.measures.subspace_methods import Method
 from kvjax.analysis.reports.compression.measurements import CompressionMeasurements
 from kvjax.analysis.request import Request
 
-_Z = 1.96  # standard errors of a 95 % interval
-SMALL = 0.05  # relative increase of perplexity that counts as little
+_Z = 1.96  # half a 95 % interval, in standard errors
+SMALL = 0.05  # a relative increase of perplexity up to this counts as small
 
 
 @dataclasses.dataclass(frozen=True)
 class Times:
-    """Perplexity relative to another one, over all texts.
+    """The ratio of two perplexities over all texts.
 
     Attributes:
-      low, high: 95 % interval that treats tokens as independent.
+      low, high: 95 % interval, if tokens were independent.
     """
 
     times: float
@@ -29,7 +29,7 @@ class Times:
     high: float
 
     def is_over(self, more: float) -> bool | None:
-        """True above 1 + more, False below; None if the interval contains the limit."""
+        """True if the interval is above 1 + more, False if below, None if it contains 1 + more."""
         line = 1 + more
         return None if self.low <= line < self.high else self.low > line
 
@@ -42,10 +42,12 @@ class Times:
 
 @dataclasses.dataclass(frozen=True)
 class Drift:
-    """Errors of later logits by the number of tokens a subspace is computed on.
+    """Errors of later logits with keys cut to a subspace.
 
     Attributes:
-      fixed: of the subspace from text that is not measured; None without such text.
+      first, spread: subspaces of the first tokens, and of spread tokens, by number of tokens.
+      whole: the subspace of all tokens.
+      fixed: the fixed subspace; None if there is no text to compute it from.
     """
 
     first: list[Spread]
@@ -77,7 +79,7 @@ class Results:
 
     @property
     def at_weights(self) -> str:
-        """The place where subspaces of weights apply: before RoPE."""
+        """The place where keys are cut to subspaces from weights: before RoPE, if there is RoPE."""
         return self.places()[0]
 
     @property
@@ -86,7 +88,7 @@ class Results:
 
     @property
     def num_queries(self) -> int:
-        """Number of queries per row that errors are measured on."""
+        """The number of queries per row that errors are measured on."""
         length = self.measured.length
         return len(range(*key_drift.later_queries(length).indices(length)))
 
@@ -110,9 +112,9 @@ class Results:
     def relative_perplexity(
         self, method: Method, i: int, over: Method | None = None
     ) -> Times | None:
-        """Returns perplexity at the i-th rank, relative to the model's or another method's.
+        """Returns perplexity at the i-th rank, over the unmodified model's or another method's.
 
-        None if the model did not run with that method and rank.
+        Returns None if the model did not run with a method at that rank.
         """
         share = self.measured.shares[i]
         nats_BT = self.measured.nats.get((method, share))
@@ -129,7 +131,7 @@ class Results:
         return self.spectrum(matrix).median > self.possible(matrix) / 2
 
     def perplexity(self, name: tuple[Method, float] | None) -> tuple[float, dict[str, float]]:
-        """Returns perplexity over all texts, and per text."""
+        """Returns the perplexity of a run over all texts, and by text."""
         nats_BT = self.measured.nats[name].astype(np.float64)
         text_nats = self._by_text(nats_BT).mean(axis=1)
         by_text = dict(zip(self.texts, np.exp(text_nats).tolist(), strict=True))
@@ -144,7 +146,7 @@ class Results:
                     where=method[1],
                     rank=self.measured.ranks[i],
                     share=self.measured.shares[i],
-                    **{name: dataclasses.asdict(x) for name, x in self.error(method, i).items()},
+                    **self.error(method, i),
                     perplexity=self._run(method, i),
                 )
 
@@ -156,7 +158,7 @@ class Results:
         return dict(**dataclasses.asdict(times), perplexity=perplexity, by_text=by_text)
 
     def spectrum(self, name: str) -> Spread | None:
-        """Returns components for 90 % of the energy, over heads and texts."""
+        """Returns a matrix's components for 90 % of the energy, over heads and texts."""
         ranks_BN3 = self.measured.spectra.get(name)
         if ranks_BN3 is None:
             return None
@@ -168,26 +170,26 @@ class Results:
         )
 
     def possible(self, name: str) -> int:
-        """Returns the largest possible rank of a matrix; for weights, of their factors' product."""
+        """Returns the largest possible rank of a matrix, which factored weights may limit."""
         return int(self.measured.spectra[name][..., 1].max())
 
     def channels(self, name: str) -> int:
         return int(self.measured.spectra[name][..., 2].max())
 
     def overlaps(self, where: str) -> tuple[list[Spread], list[Spread]]:
-        """Returns overlaps with the subspace of all tokens: of first tokens, of spread tokens."""
+        """Returns overlaps of the first and of the spread tokens' subspaces with the whole's."""
         first, even = np.moveaxis(self.measured.overlap[where], (3, 2), (0, 1))
         return [spread(overlap_BK[None]) for overlap_BK in first], [
             spread(overlap_BK[None]) for overlap_BK in even
         ]
 
     def drifts(self, where: str) -> list[Spread]:
-        """Returns by number of tokens how much more spread tokens overlap than first tokens."""
+        """Returns by number of tokens the overlap of spread tokens minus that of first tokens."""
         gap_BKT = np.diff(self.measured.overlap[where], axis=3)[..., 0]
         return [spread(gap_BK[None]) for gap_BK in np.moveaxis(gap_BKT, 2, 0)]
 
     def later(self, where: str) -> Drift:
-        """Returns errors of later logits."""
+        """Returns the errors of later logits at a place."""
         errors_XBN = np.moveaxis(self.measured.drift_error[where], 2, 0)
         count = len(self.measured.drift_at)
         *spreads, whole = [spread(errors_BN[None]) for errors_BN in errors_XBN[:-1]]

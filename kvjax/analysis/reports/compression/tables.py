@@ -1,9 +1,6 @@
-"""Tables of the report on compression with the papers' rows, and its data."""
+"""Makes the tables of the report on compression, with the papers' rows, and its data."""
 
 import dataclasses
-from typing import Any
-
-import numpy as np
 
 from kvjax.analysis.measures import subspace_methods
 from kvjax.analysis.measures.spread import Spread
@@ -12,8 +9,9 @@ from kvjax.analysis.page.section import Column, Table
 from kvjax.analysis.reports.compression import measurements
 from kvjax.analysis.reports.compression.results import SMALL, Results
 from kvjax.analysis.reports.logits.tables import PUBLISHED_RANKS
+from kvjax.foundation import json_text
 
-# Thin keys, table 5: truncated SVD of GPT-2's W_K, all heads together: rank of 768, perplexity.
+# Thin keys, table 5: perplexity by rank (of 768), for a truncated SVD of all heads of GPT-2's W_K.
 PUBLISHED_SVD = {128: 57.37, 192: 31.32, 256: 27.49, 384: 25.40, 512: 25.23}
 PUBLISHED_BASE, PUBLISHED_CHANNELS, PUBLISHED_HEADS = 24.91, 768, 12
 MATRICES = (
@@ -44,7 +42,7 @@ def tables(results: Results) -> list[Table]:
 
 
 def finding(results: Results) -> str:
-    """Returns the papers' claims with their verdicts as a sentence."""
+    """Returns a sentence with the papers' claims and their verdicts."""
     return "; ".join(f"{claim}: {verdict}" for claim, *_, verdict in _claims(results).rows) + "."
 
 
@@ -96,11 +94,11 @@ def _claims(results: Results) -> Table:
         rows,
         "Components for 90 % of the energy, and changes of perplexity with 95 % "
         f"intervals, with {results.measured.ranks[results.half_rank]} of "
-        f"{results.measured.key_dim} channels kept. A flat spectrum needs more than half of its "
-        f"possible components; little is at most {100 * SMALL:g} % of perplexity; undecided: the "
-        "interval contains the limit. M and W_K bound any input, keys and E describe these texts: "
-        "a flat M does not rule out a fixed subspace. Thin keys: half the rank costs "
-        "GPT-2 2 %.",
+        f"{results.measured.key_dim} channels kept. A spectrum is flat if it needs more than half "
+        f"of its possible components. A cost is little up to {100 * SMALL:g} % of perplexity, and "
+        "undecided if its interval contains this limit. M and W_K are the same for any input, but "
+        "keys and E are of these texts, so a flat M does not rule out a fixed subspace. Thin keys: "
+        "half the rank costs GPT-2 2 %.",
     )
 
 
@@ -113,7 +111,7 @@ def _verdict(is_over: bool | None, *, over: str, under: str) -> str:
 
 
 def _components_needed(results: Results, matrix: str) -> str:
-    """Describes how many components of a matrix hold 90 % of the energy."""
+    """Returns a phrase on how many components of a matrix hold 90 % of the energy."""
     possible, channels = results.possible(matrix), results.channels(matrix)
     rank = "" if possible == channels else f" (rank {possible} of {channels} by construction)"
     return f"{results.spectrum(matrix).median:g} of {possible} components{rank}"
@@ -172,7 +170,7 @@ def published_by_rank() -> dict[int, tuple[float, float]]:
 def _methods(results: Results) -> Table:
     rows = []
     for row in results.rows():
-        logit, output = (Spread(**row[name]) for name in ("logit", "output"))
+        logit, output = row["logit"], row["output"]
         ppl = row["perplexity"]
         perplexity = (
             [ppl["times"], f"{ppl['low']:.3f} to {ppl['high']:.3f}"] if ppl else [None, None]
@@ -202,16 +200,16 @@ def _methods(results: Results) -> Table:
             Column("95 %"),
         ],
         rows,
-        "Errors of logits (centred over the visible keys) and of outputs: medians over "
+        "Errors of logits (centred over the visible keys) and of outputs are medians over "
         f"{results.num_heads:,} heads, {len(results.measured.texts_B)} rows and "
         f"{results.num_queries} queries each, with r of {results.measured.key_dim} channels "
-        "kept per KV head. Perplexity with the keys of all layers cut, on the second "
-        f"halves of rows of {results.measured.length:,} tokens, with intervals that treat "
-        "tokens as independent; after RoPE and by the first half only at a quarter and a "
-        "half of the channels. Fixed subspaces come from later rows of all texts, or of "
-        "the other texts alone. 'Mean kept' is the SVD with the keys' mean kept. Subspaces "
-        f"from text minimise {MINIMISED}. Thin keys, table 5: GPT-2 on WikiText-2, one SVD of "
-        "12 heads, r is the mean over them.",
+        "kept per KV head. Perplexity is measured with the keys of all layers cut, on the second "
+        f"halves of rows of {results.measured.length:,} tokens; its intervals treat tokens as "
+        "independent. Keys cut after RoPE, and subspaces of the first half, are measured so at a "
+        "quarter and a half of the channels only. Fixed subspaces come from later rows of all "
+        "texts, or of the other texts alone. 'Mean kept' is the SVD with the keys' mean kept. "
+        f"Subspaces from text minimise {MINIMISED}. Thin keys, table 5: GPT-2 on WikiText-2, with "
+        "one SVD of 12 heads; r is the mean over them.",
     )
 
 
@@ -277,20 +275,20 @@ def _drift(results: Results) -> Table:
             Column("drift of overlap", ".3f"),
         ],
         rows,
-        f"At rank {measured.drift_rank} of {measured.key_dim}: mean squared cosine between the "
-        "subspaces of the first and of all tokens "
-        f"({measured.drift_rank / measured.key_dim:.2f} for two random ones), and its "
-        f"logit error in the second half of {measured.drift_length:,} tokens; and of "
-        "equally many tokens spread over the text. Drift is the gap "
-        "between the two, the median over heads. 'Fixed' comes from text that is not "
-        "measured.",
+        f"At rank {measured.drift_rank} of {measured.key_dim}. First: the overlap (mean squared "
+        "cosine) of the first tokens' subspace with that of all tokens "
+        f"({measured.drift_rank / measured.key_dim:.2f} for two random ones), and the error of "
+        f"logits in the second half of {measured.drift_length:,} tokens with keys in this "
+        "subspace. Spread: the same for equally many tokens spread over the text. Drift is the "
+        "difference of the two overlaps, the median over heads. 'Fixed' comes from text that is "
+        "not measured.",
     )
 
 
 def data(results: Results) -> dict:
-    """Returns every number."""
+    """Returns every number, JSON-able."""
     measured = results.measured
-    return dict(
+    numbers = dict(
         model=results.name,
         channels=measured.key_dim,
         num_heads=results.num_heads,
@@ -305,7 +303,7 @@ def data(results: Results) -> dict:
                 channels=results.channels(name),
                 possible=results.possible(name),
                 **dataclasses.asdict(results.spectrum(name)),
-                of_heads=_without_nan(measured.spectra[name][..., 0]),
+                of_heads=measured.spectra[name][..., 0],
             )
             for name in MATRICES
             if name in measured.spectra
@@ -317,27 +315,19 @@ def data(results: Results) -> dict:
             by_place={where: _drift_data(results, where) for where in results.places()},
         ),
         errors_of_heads={
-            f"{name}, {where}": _without_nan(errors)
-            for (name, where), errors in measured.errors.items()
+            f"{name}, {where}": errors for (name, where), errors in measured.errors.items()
         },
         published=dict(thin_keys_table_5=PUBLISHED_SVD, perplexity=PUBLISHED_BASE),
     )
+    return json_text.plain(numbers)
 
 
 def _drift_data(results: Results, where: str) -> dict:
-    def spreads(many):
-        return [dataclasses.asdict(one) for one in many]
-
     first, even = results.overlaps(where)
     return dict(
-        overlap=dict(first=spreads(first), spread=spreads(even)),
-        drift_of_overlap=spreads(results.drifts(where)),
-        later_error=dataclasses.asdict(results.later(where)),
-        overlap_of_heads=_without_nan(results.measured.overlap[where]),
-        later_error_of_heads=_without_nan(results.measured.drift_error[where]),
+        overlap=dict(first=first, spread=even),
+        drift_of_overlap=results.drifts(where),
+        later_error=results.later(where),
+        overlap_of_heads=results.measured.overlap[where],
+        later_error_of_heads=results.measured.drift_error[where],
     )
-
-
-def _without_nan(numbers: np.ndarray) -> Any:
-    """Returns nested lists, with None for nan."""
-    return np.where(np.isnan(numbers), None, numbers).tolist()

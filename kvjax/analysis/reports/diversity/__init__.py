@@ -1,1 +1,1 @@
-"""Diversity of the heads of a layer."""
+"""Report on how much the heads of a layer differ."""

@@ -1,4 +1,4 @@
-"""Measurements of head diversity in every layer."""
+"""Measures head diversity in every layer."""
 
 import dataclasses
 
@@ -7,18 +7,26 @@ from kvjax.analysis.measures.diversity import Diversity
 from kvjax.analysis.words import mechanism_names
 from kvjax.convert.factors import few_threads
 from kvjax.convert.model import LazyModel
+from kvjax.foundation import json_text
 from kvjax.foundation.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelDiversity:
-    """Head diversity of a model, by layer."""
+    """Head diversity of a model, by layer.
+
+    Attributes:
+      num_distances: number of relative positions that `rotated` is averaged over.
+      plain: diversity of the forms W_Q W_K^T without positions.
+      rotated: the same with RoPE; None if the model has no RoPE.
+      values: diversity of the forms W_V W_O.
+    """
 
     label: str
     mechanism: str
     num_distances: int
     plain: list[Diversity]
-    rotated: list[Diversity] | None  # with RoPE; None without
+    rotated: list[Diversity] | None
     values: list[Diversity]
 
     @property
@@ -32,7 +40,7 @@ class ModelDiversity:
 
 
 def check(model: LazyModel) -> None:
-    """Raises a UserError for a layer with one head, or whose heads have no matrix form."""
+    """Raises a UserError if a layer has only one head, or heads that are not linear."""
     for index, config in enumerate(model.transformer.mechanisms):
         try:
             diversity.check(config.query_heads)
@@ -42,7 +50,7 @@ def check(model: LazyModel) -> None:
 
 
 def of_model(label: str, model: LazyModel) -> ModelDiversity:
-    """Measures head diversity in every layer, with one layer's weights in memory."""
+    """Measures head diversity in every layer, one layer at a time."""
     plain, rotated, values = [], [], []
     rotates = [kind.rope_base is not None for kind in model.transformer.block.layer_kinds]
     with few_threads(model.transformer.block.d_model):
@@ -57,12 +65,14 @@ def of_model(label: str, model: LazyModel) -> ModelDiversity:
 
 
 def numbers(model: ModelDiversity) -> dict:
-    """Returns a model's measurements for JSON."""
+    """Returns a model's measurements, JSON-able."""
     kinds = dict(key=model.plain, key_with_rope=model.rotated or [], value=model.values)
-    return dict(
-        mechanism=model.mechanism,
-        distances=model.num_distances if model.rotated else None,
-        **{name: list(map(_numbers, layers)) for name, layers in kinds.items()},
+    return json_text.plain(
+        dict(
+            mechanism=model.mechanism,
+            distances=model.num_distances if model.rotated else None,
+            **{name: list(map(_numbers, layers)) for name, layers in kinds.items()},
+        )
     )
 
 
@@ -70,9 +80,9 @@ def _numbers(layer: Diversity) -> dict:
     names = ("rank", "share", "centred_rank", "centred_share", "centred_share_of_possible")
     return {name: getattr(layer, name) for name in (*names, "mean_similarity")} | dict(
         components={f"{share:g}": layer.components(share) for share in spectrum.SHARES},
-        uncentred=layer.uncentred_N.tolist(),
-        centred=layer.centred_N.tolist(),
-        similarity=layer.similarity_NN.tolist(),
-        gram=layer.gram_NN.tolist(),
-        nothing=list(layer.nothing),
+        uncentred=layer.uncentred_N,
+        centred=layer.centred_N,
+        similarity=layer.similarity_NN,
+        gram=layer.gram_NN,
+        nothing=layer.nothing,
     )

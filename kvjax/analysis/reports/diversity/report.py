@@ -14,8 +14,8 @@ from kvjax.analysis.request import Request
 from kvjax.analysis.words import stages
 from kvjax.convert.model import LazyModel
 
-_SHARE = 0.9  # of the variance, for which components are counted
-# LRKV table 5: mechanism, scale, heads, effective rank without centring and centred in % of heads.
+_SHARE = 0.9  # share of the variance that the counted components hold
+# LRKV table 5: mechanism, scale, heads, effective ranks in % of heads (not centred, centred).
 PUBLISHED = (
     ("MHA", "128M", 6, 95.4, 82.4),
     ("LRKV, rank 64", "128M", 6, 96.2, 83.0),
@@ -32,7 +32,7 @@ PUBLISHED = (
 
 
 def check(model: LazyModel, request: Request) -> None:
-    """Raises a UserError for a single head, or heads that are not linear (see `heads.layers`)."""
+    """Raises a UserError for layers of one head, or heads that are not linear (`heads.layers`)."""
     for each in _models(model, request).values():
         measurements.check(each)
 
@@ -73,7 +73,7 @@ def _percent(layers: Sequence[Diversity], name: str) -> list[float]:
 
 
 def _prefixes(models: list[ModelDiversity]) -> list[tuple[str, ModelDiversity]]:
-    """Returns each model with the prefix of its series' names."""
+    """Returns each model, with a prefix for the names of its curves."""
     return [(f"{model.label}: " if len(models) > 1 else "", model) for model in models]
 
 
@@ -82,7 +82,7 @@ def _heads(model: ModelDiversity) -> str:
 
 
 def _rank_figures(models: list[ModelDiversity]) -> list[Figure]:
-    """Returns figures 6, 9, 14 and 15."""
+    """Returns figures 6, 9, 14 and 15 of the paper."""
     plain, centred, ranks = {}, {}, {}
     for prefix, model in _prefixes(models):
         plain[f"{prefix}without positions"] = _percent(model.plain, "share")
@@ -95,7 +95,7 @@ def _rank_figures(models: list[ModelDiversity]) -> list[Figure]:
             name = f"{prefix}with RoPE, % of N - 1"
             centred[name] = _percent(model.rotated, "centred_share_of_possible")
     counts = {N for model in models for N in model.num_heads}
-    (N,) = counts if len(counts) == 1 else (None,)  # no levels if layers differ
+    (N,) = counts if len(counts) == 1 else (None,)  # None if layers differ: levels are left out
     return [
         figures.curves(
             "Effective rank of heads, not centred",
@@ -135,7 +135,7 @@ def _rank_figures(models: list[ModelDiversity]) -> list[Figure]:
 
 
 def _layer_figures(models: list[ModelDiversity]) -> list[Figure]:
-    """Returns figures 7, 10 to 13, and 16 to 18: early, middle and late layers."""
+    """Returns figures 7, 10 to 13, and 16 to 18 of the paper, for three layers."""
     layers = {
         f"{prefix}{name}": model.plain[index]
         for prefix, model in _prefixes(models)
@@ -303,7 +303,7 @@ def _lead(models: list[ModelDiversity]) -> str:
 
 def _finding(models: list[ModelDiversity]) -> str:
     shares = [f"{model.label} {np.mean(_percent(model.plain, 'share')):.1f} %" for model in models]
-    return f"share of its possible directions that a layer's heads fill: {', '.join(shares)}."
+    return f"effective rank of a layer's heads over their number, on average: {', '.join(shares)}."
 
 
 def _published_data() -> list[dict]:

@@ -1,4 +1,4 @@
-"""Bases, residuals and head diversity over a run's snapshots (LRKV's future work 4 and C.11)."""
+"""Measures bases, residuals and head diversity in a run's snapshots (LRKV future work 4, C.11)."""
 
 from collections.abc import Mapping
 
@@ -12,11 +12,11 @@ from kvjax.convert.factors import few_threads
 from kvjax.convert.model import LazyModel
 from kvjax.foundation.errors import UserError
 
-_LEADING = 3  # eigenvalues that are followed
+_LEADING = 3  # number of eigenvalues that are shown over steps
 
 
 def moment(model: LazyModel) -> dict:
-    """Returns a snapshot's numbers: means over layers and heads, and every layer's spectra."""
+    """Returns a snapshot's means over layers and heads by name, and the spectra of every layer."""
     layers = geometry_measurements.of_model(model)
     numbers = {}
     for name in PARTS:
@@ -37,7 +37,7 @@ def moment(model: LazyModel) -> dict:
 
 
 def _compares_heads(model: LazyModel) -> bool:
-    """Returns True if every layer has at least two heads with matrices."""
+    """Returns True if every layer has at least two heads, all of them linear."""
     try:
         diversity_measurements.check(model)
     except UserError:
@@ -46,10 +46,10 @@ def _compares_heads(model: LazyModel) -> bool:
 
 
 def figures(evolution: list[tuple[int, dict]], has_residuals: bool) -> list[Figure]:
-    """Returns curves over the steps of a run.
+    """Returns figures with curves over the steps of a run.
 
     Args:
-      evolution: ascending steps, and the `moment` of each.
+      evolution: (step, `moment` of its snapshot), steps ascending.
       has_residuals: True if heads have a base and a residual.
     """
     steps = [step for step, _ in evolution]

@@ -1,4 +1,4 @@
-"""Measurements of norms and residuals of every layer's keys and values."""
+"""Measures norms and residuals of every layer's keys and values."""
 
 from collections.abc import Mapping, Sequence
 import dataclasses
@@ -10,12 +10,13 @@ from kvjax.analysis.measures.geometry import BestResiduals, PartGeometry
 from kvjax.analysis.measures.logits import parallel_map
 from kvjax.convert.factors import few_threads
 from kvjax.convert.model import LazyModel
+from kvjax.foundation import json_text
 
 PARTS = ("key", "value")
 _PARTS_MEASURES = ("base_norm", "residual_norm", "cosine", "overlap")
 _BEST_MEASURES = ("lost_alone", "lost_with_mean", "best_overlap", "best_distance")
-# Names of arrays by head (base norms: by base). Prefix random_: for random factors; beside_: for
-# another model's heads.
+# Names of arrays with a number per head, or per base for base norms. With the prefix "random_" they
+# are measured on random factors, with "beside_" against another model's heads.
 MEASURES = (
     "total_norm",
     *_PARTS_MEASURES,
@@ -34,10 +35,11 @@ class PartMeasurements:
     """The keys or values of a layer.
 
     Attributes:
-      values: arrays by name, see `MEASURES`; without residuals only norms.
-      rank: of residuals; 0: there are none.
-      best_chance: expected overlap of residuals with the best ones of unrelated heads.
-      angles: cosines per head, of parts as learned ("angles") and canonical ("canonical_angles").
+      values: arrays by name, some of `MEASURES`; without residuals, only norms.
+      rank: rank of the residuals; 0: no residuals.
+      best_chance: expected overlap of residuals with the best residuals of unrelated heads.
+      angles: `PartGeometry.angles` of parts as learned ("angles") and canonical
+        ("canonical_angles").
     """
 
     values: Mapping[str, np.ndarray]
@@ -46,11 +48,16 @@ class PartMeasurements:
     angles: Mapping[str, Sequence[np.ndarray]] = dataclasses.field(default_factory=dict)
 
 
-Layers = list[dict[str, PartMeasurements]]  # by part, of each layer
+Layers = list[dict[str, PartMeasurements]]  # for each layer, the measurements by part
 
 
 def of_model(model: LazyModel, beside: LazyModel | None = None, seed: int | None = None) -> Layers:
-    """Measures every layer; without a seed, leaves out the baseline of random factors."""
+    """Measures every layer.
+
+    Args:
+      beside: a model whose heads are measured, too, and compared with.
+      seed: of the baseline of random factors; None: no baseline.
+    """
     layers = []
     with few_threads(model.transformer.block.d_model):
         for index, config in enumerate(model.transformer.mechanisms):
@@ -68,7 +75,7 @@ def of_model(model: LazyModel, beside: LazyModel | None = None, seed: int | None
 
 
 def check(model: LazyModel, beside: LazyModel | None = None) -> None:
-    """Raises a UserError for heads that are not linear, unless all layers have residuals."""
+    """Raises a UserError if heads of a layer without residuals, or of `beside`, are not linear."""
     mechanisms = model.transformer.mechanisms
     whole = [i for i, config in enumerate(mechanisms) if not geometry.has_residuals(config)]
     heads_lib.check(model, whole)
@@ -84,10 +91,10 @@ def _norms(total_DKH: np.ndarray, other_DKH: np.ndarray | None) -> dict[str, np.
 def _keys_and_values(
     parts: dict[str, geometry.BaseAndResiduals], other: dict, seeds
 ) -> dict[str, PartMeasurements]:
-    """Measures keys on one core and values on another.
+    """Measures keys and values in parallel, each on one core.
 
-    BLAS threads would wait for each other on matrices as narrow as a head: on two shared cores, the
-    keys of 18 heads of 128 channels, D = 2,304, took 68 s with two threads, and 2.4 s with one.
+    More BLAS threads would wait for each other on matrices as narrow as a head: on two shared
+    cores, keys of 18 heads of 128 channels, D = 2,304, took 68 s with two threads, 2.4 s with one.
     """
 
     def measure_part(name):
@@ -122,7 +129,7 @@ def _part(parts: geometry.BaseAndResiduals, other_DKH: np.ndarray | None, seed) 
 def _named(
     prefix: str, names: Sequence[str], numbers: PartGeometry | BestResiduals
 ) -> dict[str, np.ndarray]:
-    """Returns the arrays of a named tuple by the names in `MEASURES`; drops other fields."""
+    """Returns the arrays among a named tuple's fields, by the names in `MEASURES`."""
     arrays = [x for x in numbers if isinstance(x, np.ndarray)]
     return {f"{prefix}{name}": x for name, x in zip(names, arrays, strict=True)}
 
@@ -130,35 +137,28 @@ def _named(
 def _both_forms(
     parts: geometry.BaseAndResiduals,
 ) -> tuple[PartGeometry, PartGeometry, BestResiduals]:
-    """Returns the geometry as learned and in canonical form, and the best residuals."""
+    """Returns the geometry of the parts as learned and canonical, and their best residuals."""
     raw, heads = geometry.part_geometry(parts), parts.canonical()
     canonical = geometry.part_geometry(heads)
     return raw, canonical, geometry.best_residuals(heads, canonical, parts, raw.reads)
 
 
 def numbers(layers: Layers) -> list[dict]:
-    """Returns every number of every layer, by part and head."""
-    return [{name: _part_numbers(part) for name, part in layer.items()} for layer in layers]
+    """Returns every number of every layer, by part and head, JSON-able."""
+    return json_text.plain(
+        [{name: _part_numbers(part) for name, part in layer.items()} for layer in layers]
+    )
 
 
 def _part_numbers(part: PartMeasurements) -> dict:
-    angles = {
-        name: [_numbers(cosines) for cosines in part.angles[name]] if part.angles else None
-        for name in ("angles", "canonical_angles")
-    }
     chance = dict(beside_best_overlap_by_chance=part.best_chance)
-    arrays = {name: _numbers(part.values.get(name)) for name in MEASURES}
+    arrays = {name: part.values.get(name) for name in MEASURES}
+    angles = {name: part.angles.get(name) for name in ("angles", "canonical_angles")}
     return dict(rank=part.rank) | chance | arrays | angles
 
 
-def _numbers(values: Sequence[float] | None) -> list[float | None] | None:
-    if values is None:
-        return None
-    return [float(x) if np.isfinite(x) else None for x in values]
-
-
 def measured(part: PartMeasurements, measure: str) -> np.ndarray:
-    """Returns one of `MEASURES` of a part, for the heads that have it."""
+    """Returns the finite values of one of `MEASURES`."""
     return _finite(part.values.get(measure))
 
 

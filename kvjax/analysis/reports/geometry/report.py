@@ -1,6 +1,7 @@
 """The report on LRKV's bases and residuals (arXiv 2601.11471, section 4 and figure 8).
 
-Covers layers and, for runs with snapshots, steps (the paper's future work 4 and appendix C.11).
+Curves run over layers and, for runs with snapshots, also over training steps (the paper's future
+work 4 and appendix C.11).
 """
 
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ from kvjax.convert.model import LazyModel
 def check(model: LazyModel, request: Request) -> None:
     """Raises a UserError for heads that are not linear (see `heads.layers`).
 
-    Layers with residuals are not checked: their heads are products of LRKV's factors.
+    Layers with residuals need no check, since their heads are products of LRKV's factors.
     """
     measurements.check(model, request.beside)
 
@@ -73,7 +74,7 @@ def _figure(
     """Returns a figure of curves over layers, with bands over heads.
 
     Args:
-      measures: by name of a curve: (key or value, one of `measurements.MEASURES`).
+      measures: by name of a curve, ("key" or "value", one of `measurements.MEASURES`).
     """
     series, bands = {}, {}
     for label, (name, measure) in measures.items():
@@ -94,7 +95,7 @@ def _figure(
 
 
 def _both_forms(measure: str) -> dict[str, tuple[str, str]]:
-    """Returns series of keys and values, as learned and canonical."""
+    """Returns `measures` of `_figure` for keys and values, as learned and canonical."""
     forms = {"": measure, ", canonical": f"canonical_{measure}"}
     return {f"{part}s{form}": (part, name) for form, name in forms.items() for part in PARTS}
 

@@ -1,1 +1,1 @@
-"""Spectra of attention logits, and of the weights behind them."""
+"""Report on the spectra of attention logits, and of the weights that make them."""

@@ -1,4 +1,4 @@
-"""Measurements of every head's logits, on texts at several lengths."""
+"""Measures every head's logits, on texts at several lengths."""
 
 import collections
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,22 +23,24 @@ LOGITS = "E"
 CAUSAL_LOGITS = "E, causal"
 LOGITS_WITHOUT_ROPE = "E, without RoPE"
 
-Kind = tuple[str, int]  # (a matrix above, tokens of the text or 0 for weights without RoPE)
+Kind = tuple[str, int]  # (one of these matrices, tokens of the text; 0: weights without RoPE)
 
 
 @dataclasses.dataclass(frozen=True)
 class LogitMeasurements:
-    """Arrays [layers, texts, heads, ...], with nan where a layer has fewer heads or channels.
+    """Measurements of all layers; nan where a layer has fewer heads or channels than others.
 
     Attributes:
-      energies: [layers, texts, N, R], descending, zero-padded. For weights the text axis holds one
-        matrix, or one per distance.
-      errors: by tokens and True for the causal mask, [layers, texts, N, ranks, 3] of
-        `truncation.TruncationErrors`.
-      bounds: by tokens, [layers, texts, N, ranks].
-      delocalisation: by tokens, [layers, texts, N, R].
-      keys: by tokens, [layers, texts, K, 2] of `logits.KeyGeometry`.
-      perplexity: by tokens and rank, [texts]; rank 0 is the unmodified model.
+      ranks: ranks that logits are truncated to.
+      key_dim: channels of a head's key.
+      energies: [layers, texts, N, R] by kind, descending, padded with zeros. For weights, the
+        second axis is not over texts: it has one matrix, or one per distance.
+      errors: [layers, texts, N, ranks, 3] `truncation.TruncationErrors` by number of tokens, and
+        True for the causal mask.
+      bounds: [layers, texts, N, ranks] `logits.softmax_bound` by number of tokens.
+      delocalisation: [layers, texts, N, R] by number of tokens.
+      keys: [layers, texts, K, 2] `logits.KeyGeometry` by number of tokens.
+      perplexity: [texts] by number of tokens and rank; rank 0 is the unmodified model.
     """
 
     ranks: tuple[int, ...]
@@ -62,8 +64,9 @@ def measure(
     """Measures the first tokens of each text.
 
     Args:
-      perplexity_at: row lengths at which the model runs under logits of each rank.
-      perplexity_tokens: per text, split into rows.
+      lengths: numbers of tokens.
+      perplexity_at: numbers of tokens per row for which perplexity is measured at each rank.
+      perplexity_tokens: tokens per text that perplexity is measured on, split into rows.
 
     Raises:
       UserError: weights or activations that are not finite.
@@ -76,7 +79,7 @@ def measure(
                 arrays_by_name["energies", kind].append(energies_ANR)
         key_dim = heads.key_DKH.shape[-1]
         ranks = _ranks(key_dim)
-        # In a causal model the longest rows contain the shorter ones.
+        # In a causal model, one pass on the longest rows serves all lengths.
         causal = model.transformer.block.causal
         passes = [tuple(lengths)] if causal else [(length,) for length in lengths]
         for pass_lengths in passes:
@@ -114,7 +117,7 @@ def measure(
 
 
 def _ranks(key_dim: int) -> tuple[int, ...]:
-    """Returns the paper's ranks below key_dim; for narrow heads key_dim / 4 and key_dim / 2."""
+    """Returns the paper's ranks that are below key_dim; if there are none, key_dim / 4 and / 2."""
     narrow = {max(1, key_dim // 4), max(1, key_dim // 2)}
     return tuple(r for r in RANKS if r < key_dim) or tuple(sorted(narrow))
 
@@ -125,10 +128,10 @@ def distances(length: int) -> list[int]:
 
 
 def _of_weights(heads: heads_lib.Heads, length: int) -> Iterator[tuple[Kind, np.ndarray]]:
-    """Yields [matrices, N, R] energies of each kind.
+    """Yields each kind of weights and its [matrices, N, R] energies.
 
     Args:
-      length: upper limit of the distances between query and key; 0 without RoPE.
+      length: limit of the distance between query and key; 0 if the model has no RoPE.
     """
     with few_threads(len(heads.query_DNH)):
         interaction = logits.Interaction(heads)
@@ -144,7 +147,10 @@ def _of_weights(heads: heads_lib.Heads, length: int) -> Iterator[tuple[Kind, np.
 def _of_layer(
     layer: Layer, length: int, ranks: Sequence[int], rotates: bool
 ) -> dict[tuple, np.ndarray]:
-    """Returns a layer's measurements at a length, by name and kind: [texts, N or K, ...]."""
+    """Returns a layer's [texts, N or K, ...] measurements at a length.
+
+    Keys are (a field of `LogitMeasurements`, a key of that field).
+    """
     arrays_by_name, causal = collections.defaultdict(list), layer.mask.causal
     for b in range(len(layer.query_BTNH)):
         query, key, value = (
@@ -175,7 +181,7 @@ def _of_layer(
 
 
 def _stacked(arrays: list[np.ndarray], fill: float) -> np.ndarray:
-    """Returns [layers, ...], padded where a layer is smaller."""
+    """Returns [layers, ...] arrays, padded with `fill` where a layer is smaller."""
     shape = np.max([x.shape for x in arrays], axis=0)
     stacked = np.full((len(arrays), *shape), fill)
     for i, x in enumerate(arrays):
@@ -190,7 +196,12 @@ def _rows(texts: Mapping[str, np.ndarray], length: int) -> np.ndarray:
 def _perplexities(
     model: LazyModel, texts: Mapping[str, np.ndarray], length: int, tokens: int, rank: int
 ) -> np.ndarray:
-    """Returns [texts] perplexities on independent rows of `length` tokens."""
+    """Returns [texts] perplexities on rows of `length` tokens.
+
+    Args:
+      tokens: number of tokens per text, split into rows.
+      rank: rank of the logits; 0: unmodified.
+    """
     shortest = min(map(len, texts.values()))
     width = min(length + 1, shortest)
     count = min(tokens // length, shortest // width)

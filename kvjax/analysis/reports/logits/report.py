@@ -28,9 +28,10 @@ def check(model: LazyModel, request: Request) -> None:
 
 
 def section(model: LazyModel, request: Request) -> Section:
-    """Measures spectra of logits on the request's texts, and of the weights.
+    """Measures the spectra of logits on the request's texts, and those of weights.
 
-    SmolLM2-135M on two texts at 64, 256 and 1,024 tokens takes 110 s on two cores and 1.6 GB.
+    For SmolLM2-135M and two texts at 64, 256 and 1,024 tokens, this takes 110 s on two cores and
+    1.6 GB.
 
     Raises:
       UserError: weights or activations that are not finite.
@@ -56,12 +57,12 @@ def _lead(results: Results) -> str:
     least, most = tables.PUBLISHED_GAP
     length = results.reference_length
     return (
-        f"Components that hold {SHARE:.0%} of the energy of a head's logits E on a text, and of "
-        f"its weights M = W_Q W_Kᵀ: medians over {results.num_heads:,} heads and "
-        f"{len(results.texts)} texts at {length:,} tokens are "
-        f"{results.median((LOGITS, length)):g} and {results.median((WEIGHTS, 0)):g} of "
-        f"{results.measured.key_dim}. The paper has {least} to {most} times "
-        "fewer for E than for M, at 256 tokens."
+        f"{SHARE:.0%} of the energy of a head's logits E on a text is in "
+        f"{results.median((LOGITS, length)):g} of {results.measured.key_dim} components, and "
+        f"{SHARE:.0%} of that of its weights M = W_Q W_Kᵀ in {results.median((WEIGHTS, 0)):g} "
+        f"(medians over {results.num_heads:,} heads and {len(results.texts)} texts at {length:,} "
+        f"tokens). In the paper, E has {least} to {most} times fewer components than M, at 256 "
+        "tokens."
     )
 
 
@@ -101,8 +102,8 @@ def _shares(results: Results) -> Figure:
     return figures.curves(
         "Share of the energy that components hold",
         series,
-        "Share of the squared singular values of M and of E that the largest hold: medians "
-        "over heads and texts, with quartile bands over heads. A curve that rises early "
+        "Share of the sum of squared singular values of M and of E that the largest ones make up: "
+        "medians over heads and texts, with quartile bands over heads. A curve that rises early "
         "uses few directions. Logit spectra, table 1, at 10 components: GPT-2 33 % (M) "
         "and 98 % (E), Mistral-7B 29 % and 91 %.",
         x="components",

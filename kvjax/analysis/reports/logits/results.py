@@ -1,4 +1,4 @@
-"""Numbers of the report on logits, as figures and tables show them."""
+"""Computes the numbers that the report on logits shows."""
 
 from collections.abc import Iterator
 import dataclasses
@@ -19,9 +19,10 @@ from kvjax.analysis.reports.logits.measurements import (
     LogitMeasurements,
 )
 from kvjax.analysis.request import Request, reference_length
+from kvjax.foundation import json_text
 
-SHARE = 0.9
-COMPONENTS = (1, 2, 5, 10, 20, 40)  # of table 1
+SHARE = 0.9  # share of the energy that the counted components hold
+COMPONENTS = (1, 2, 5, 10, 20, 40)  # numbers of components in the paper's table 1
 
 
 class Results:
@@ -42,7 +43,7 @@ class Results:
         return (CAUSAL_LOGITS, self.reference_length) in self.measured.energies
 
     def kinds(self) -> list[Kind]:
-        """Returns the kinds of weights, then of logits, each by length."""
+        """Returns the measured kinds: first weights, then logits, each in order of length."""
         order = (
             WEIGHTS,
             WEIGHTS_AT_DISTANCES,
@@ -58,13 +59,13 @@ class Results:
         return spectrum.energy_rank(self.measured.energies[kind], share)
 
     def spread(self, kind: Kind, share: float = SHARE) -> Spread:
-        """Returns the spread of `ranks`; weights have no `between_texts`."""
+        """Returns the spread of `ranks`. For weights, `between_texts` is None."""
         ranks = spread(self.ranks(kind, share))
         is_logits = kind[0] in (LOGITS, CAUSAL_LOGITS, LOGITS_WITHOUT_ROPE)
         return ranks if is_logits else dataclasses.replace(ranks, between_texts=None)
 
     def curve(self, kind: Kind) -> np.ndarray:
-        """Returns [layers, texts, N, H] shares of the energy in 1, 2, ... H components."""
+        """Returns [layers, texts, N, H] shares of the energy that 1, 2, ... H components hold."""
         held = spectrum.cumulative(self.measured.energies[kind])[..., : self.measured.key_dim]
         missing = self.measured.key_dim - held.shape[-1]
         return np.pad(held, [(0, 0)] * 3 + [(0, missing)], mode="edge")
@@ -73,7 +74,7 @@ class Results:
         return float(np.median(self.ranks(kind, share)))
 
     def gap(self, kind: Kind) -> dict:
-        """Returns the ratio of components of M without RoPE to those of an E."""
+        """Returns the components of M without RoPE over those of E, for 90 % of the energy."""
         weights_L1N, logits_LBN = self.ranks((WEIGHTS, 0)), self.ranks(kind)
         head_ratios = (weights_L1N / np.maximum(logits_LBN, 1))[logits_LBN > 0]
         m_components, e_components = self.median((WEIGHTS, 0)), self.median(kind)
@@ -92,7 +93,7 @@ class Results:
         )
 
     def gaps(self) -> list[dict]:
-        """Returns the `gap` of every measured E, by kind and length."""
+        """Returns the `gap` of every kind of E at every length."""
         kinds = [
             (name, length)
             for name in (LOGITS, CAUSAL_LOGITS, LOGITS_WITHOUT_ROPE)
@@ -101,9 +102,7 @@ class Results:
         return [self.gap(kind) for kind in kinds if kind in self.measured.energies]
 
     def errors(self) -> list[dict]:
-        """Returns medians of `truncation.TruncationErrors` and of the bound, by length, mask and
-        rank.
-        """
+        """Returns the medians of errors and bound for every length, mask and rank."""
 
         def median(x):
             return np.nanmedian(x, axis=(0, 1, 2)).tolist()
@@ -118,11 +117,11 @@ class Results:
         return rows
 
     def betas(self, length: int) -> np.ndarray:
-        """Returns [layers, texts, N], the largest delocalisation of each head."""
+        """Returns [layers, texts, N] betas, the largest delocalisation of each head."""
         return np.nan_to_num(self.measured.delocalisation[length]).max(axis=-1)
 
     def geometry(self) -> list[dict]:
-        """Returns by length beta of heads and vectors, and the geometry of keys."""
+        """Returns for every length beta, delocalisation of vectors and geometry of keys."""
         rows = []
         for length in self.lengths:
             spread_LBNR, beta_LBN = self.measured.delocalisation[length], self.betas(length)
@@ -133,14 +132,14 @@ class Results:
             keys = np.moveaxis(self.measured.keys[length], -1, 0)
             for name, x_LBK in zip(("incoherence", "condition"), keys, strict=True):
                 row |= {
-                    name: _finite(np.nanmedian(x_LBK)),
-                    f"{name}_most": _finite(np.nanmax(x_LBK)),
+                    name: json_text.plain(np.nanmedian(x_LBK)),
+                    f"{name}_most": json_text.plain(np.nanmax(x_LBK)),
                 }
             rows.append(row)
         return rows
 
     def perplexities(self) -> Iterator[dict]:
-        """Yields perplexities by length and rank over all texts; rank None: the model itself."""
+        """Yields perplexities over all texts, by length and rank; rank None: unmodified model."""
         for (tokens, rank), perplexity_B in self.measured.perplexity.items():
             plain_B = self.measured.perplexity[tokens, 0]
 
@@ -154,8 +153,3 @@ class Results:
                 times=mean(perplexity_B / plain_B),
                 by_text=dict(zip(self.texts, perplexity_B.tolist(), strict=True)),
             )
-
-
-def _finite(x: float) -> float | None:
-    """Returns a finite number, or None."""
-    return float(x) if np.isfinite(x) else None

@@ -1,4 +1,4 @@
-"""Tables of the logit spectra report with the published rows (arXiv 2604.04384), and its JSON."""
+"""Makes the tables of the logits report, with the rows of arXiv 2604.04384, and its data."""
 
 from collections.abc import Mapping
 import dataclasses
@@ -11,7 +11,7 @@ from kvjax.analysis.reports.logits.measurements import LOGITS, WEIGHTS, Kind
 from kvjax.analysis.reports.logits.results import COMPONENTS, Results
 from kvjax.analysis.request import PAPER_LENGTH
 
-# Table 2, components for 80, 90, 95 and 99 % of the energy: channels of a head, M, E.
+# Table 2: channels of a head; components of M, and of E, for 80, 90, 95 and 99 % of the energy.
 PUBLISHED_RANKS = {
     "GPT-2": (64, (40, 49, 55, 61), (2, 2, 4, 18)),
     "LLaMA-1B": (64, (29, 38, 44, 54), (5, 8, 13, 23)),
@@ -19,8 +19,8 @@ PUBLISHED_RANKS = {
     "Qwen-3B": (128, (53, 70, 83, 104), (5, 11, 17, 40)),
     "Mistral-7B": (128, (50, 66, 80, 102), (5, 10, 17, 38)),
 }
-# Table 1, % of the energy in 1, 2, 5, 10, 20, 40 components: M, E. None: illegible in our copy.
-# The labels of the first two rows are illegible, too; 1 and 2 agree with table 2.
+# Table 1: % of the energy of M, and of E, in 1, 2, 5, 10, 20 and 40 components. None: illegible in
+# our copy. The numbers of components 1 and 2 are illegible, too, but agree with table 2.
 PUBLISHED_SHARES = {
     "GPT-2": ((5, 10, 20, 33, 53, 81), (None, 90, 96, 98, 99, 100)),
     "LLaMA-1B": ((6, 12, 25, 42, 66, 92), (43, 63, 83, 93, 98, 100)),
@@ -28,7 +28,8 @@ PUBLISHED_SHARES = {
     "Qwen-3B": ((4, None, 16, 27, 45, None), (41, 60, 80, 90, 96, 99)),
     "Mistral-7B": ((4, 8, None, 29, 47, None), (46, 64, 82, 91, 96, 99)),
 }
-# Section 4.3, at 256 tokens over all keys, medians of five models: by rank, mean row and worst row.
+# Section 4.3: |p - p_r|_1 by rank, of the mean row and of the worst row. Medians of five models at
+# 256 tokens, over all keys.
 PUBLISHED_ERRORS = {
     10: ("0.31 to 0.46", "0.90 to 1.31"),
     20: ("0.18 to 0.29", "0.52 to 0.84"),
@@ -36,7 +37,8 @@ PUBLISHED_ERRORS = {
 }
 PUBLISHED_GAP = (5, 25)  # abstract: components of M over components of E
 PAPER = "the paper"
-ERRORS = ("mean row of |p - p_r|", "worst row", "|o - o_r| / |o|")  # columns of `data`
+# Columns of arrays in `data`.
+ERRORS = ("mean row of |p - p_r|", "worst row", "|o - o_r| / |o|")
 KEYS = ("incoherence", "condition")
 
 
@@ -53,7 +55,7 @@ def tables(results: Results) -> list[Table]:
 
 
 def _row(results: Results, kind: Kind) -> list:
-    """Returns the first cells of a row about a matrix."""
+    """Returns the first cells of a row on a matrix."""
     return [results.name, kind[0], kind[1] or None, results.measured.key_dim]
 
 
@@ -61,7 +63,7 @@ _BEGIN = [Column("model"), Column("matrix"), Column("tokens", ",d"), Column("cha
 
 
 def _published(rows: Mapping[str, tuple]) -> list[list]:
-    """Returns the paper's rows, M and E of each model."""
+    """Returns the paper's rows, for M and E of each model."""
     published = []
     for name, (of_m, of_e) in rows.items():
         dim = PUBLISHED_RANKS[name][0]
@@ -84,12 +86,11 @@ def _ranks(results: Results) -> Table:
         "Components for a share of the energy",
         [*_BEGIN, *shares, Column("90 %, middle half of heads"), Column("90 %, between texts")],
         rows,
-        f"Medians over {results.num_heads:,} heads and {len(results.texts)} texts; quartiles "
-        "over heads, and the standard deviation of the texts' medians. M is W_Q W_Kᵀ: "
-        "without RoPE as in the paper, under RoPE at distances of 0, 1, 2, 4, ... "
-        "tokens, and its mean over all pairs of a query and an earlier or equal key. E "
-        "is over all keys, as in the paper; causal E over visible keys, centred over "
-        "them, with zeros elsewhere. The paper: table 2.",
+        f"Medians over {results.num_heads:,} heads and {len(results.texts)} texts, quartiles "
+        "over heads, and the standard deviation of the texts' medians. M is W_Q W_Kᵀ without RoPE, "
+        "as in the paper; under RoPE, at distances of 0, 1, 2, 4, ... tokens; and its mean over "
+        "all pairs of a query and an earlier or equal key. E is over all keys, as in the paper; "
+        "causal E is centred over the visible keys and zero at the others. The paper: table 2.",
     )
 
 
@@ -162,9 +163,9 @@ def _errors(results: Results) -> Table:
             Column("|o - o_r| / |o|", ".3f"),
         ],
         rows,
-        "Medians over heads and texts of |p - p_r|_1 (at most 2), mean and worst row; of "
-        "the bound of proposition 4.1, which also holds under the mask; and of the "
-        "relative change of the head's outputs (Frobenius norms over a text). E is cut "
+        "Medians over heads and texts: of |p - p_r|_1 (at most 2), for the mean and the worst row; "
+        "of the bound of proposition 4.1, which also holds under the mask; and of the "
+        "relative change of the head's outputs (Frobenius norms over a text). E is truncated "
         "over all keys, then masked. The paper: section 4.3, over all keys.",
     )
 
@@ -180,9 +181,9 @@ def _geometry(results: Results) -> Table:
         "Localisation of directions on tokens",
         [Column("tokens", ",d"), *(Column(name, ".3g") for name in columns)],
         rows,
-        "beta is sqrt(L) times the largest entry of E's right singular vectors, per "
-        "head, per vector and overall: 1 if all tokens count alike, sqrt(L) if one does. "
-        "mu is L / r times the largest squared row of the left singular vectors of keys "
+        "beta is sqrt(L) times the largest entry of E's right singular vectors (median over heads, "
+        "over single vectors, and maximum): 1 if all tokens count alike, sqrt(L) if only one "
+        "counts. mu is L / r times the largest squared row of the left singular vectors of keys, "
         "as attention uses them. Medians over heads and texts. The paper: section 4.3; "
         "section 4.2 calls mu of order 1 without a definition.",
     )
@@ -200,20 +201,23 @@ def _perplexity(results: Results) -> Table:
         [Column("tokens", ",d"), Column("r", "d"), *numbers]
         + [Column(name, ".3f") for name in results.texts],
         rows,
-        "Perplexity with the logits of all heads in all layers cut at rank r, all tokens "
-        "of a row known, by row length.",
+        "Perplexity with the logits of all heads in all layers truncated to rank r, by tokens per "
+        "row. Truncation uses all tokens of a row, also later ones.",
     )
 
 
 def rounded(x: np.ndarray) -> list:
-    """Returns nested lists of six digits, with None for non-finite numbers."""
+    """Returns nested lists of numbers of six digits, with None for non-finite ones."""
     if x.ndim:
         return [rounded(each) for each in x]
     return float(f"{x:.6g}") if np.isfinite(x) else None
 
 
 def data(results: Results) -> dict:
-    """Returns every number, heads included: [layers][texts][heads], then [ranks] or [columns]."""
+    """Returns every number, JSON-able.
+
+    Nested lists of single heads are [layers][texts][heads], followed by [ranks] or [columns].
+    """
     summaries, heads = [], {}
     for kind in results.kinds():
         about = dict(matrix=kind[0], tokens=kind[1] or None)

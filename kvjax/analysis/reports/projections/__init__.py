@@ -1,1 +1,1 @@
-"""Similarity of a layer's query, key and value projections."""
+"""Report on the similarity of a layer's query, key and value projections."""

@@ -1,4 +1,4 @@
-"""The report on W_Q, W_K and W_V's similarity: projection sharing (arXiv 2606.04032), section 4."""
+"""The report on the similarity of W_Q, W_K and W_V, as in projection sharing, section 4."""
 
 import numpy as np
 
@@ -12,7 +12,8 @@ from kvjax.analysis.words import mechanism_names
 from kvjax.convert.factors import few_threads
 from kvjax.convert.model import LazyModel
 
-# Projection sharing, section 4, means over the layers of a trained QKV model of width 1,024.
+# Projection sharing (arXiv 2606.04032), section 4: cosines and effective ranks, means over the
+# layers of a trained QKV model of width 1,024.
 PUBLISHED = {("key", "value"): 0.73, ("query", "key"): 0.42, ("query", "value"): 0.31}
 PUBLISHED_RANKS, PUBLISHED_POSSIBLE = {"key": 687, "value": 702}, 1024
 _Layer = dict[str, dict]  # by measure, then by pair or projection
@@ -51,7 +52,7 @@ def section(model: LazyModel, request: Request) -> Section:
 
 
 def _measure(heads: Heads) -> _Layer:
-    """Returns cosines and overlaps by pair, and by name effective ranks over the largest ones."""
+    """Returns cosines and overlaps by pair, and effective ranks over the largest ones by name."""
     weights = projections.of_heads(heads)
     products = projections.ProjectionProducts(weights)
     possible = {name: products.possible_rank(name) for name in NAMES}
@@ -143,7 +144,7 @@ def _rank_figure(layers: list[_Layer], kind: str) -> Figure:
         figures.over_layers(series),
         f"exp of the entropy of the {numbers} of each projection, over the largest possible. "
         "By chance: a matrix of independent normal numbers. Projection sharing, section "
-        "4, has 67.1 % (keys) and 68.6 % (values), of singular values or of their "
+        "4, has 67.1 % (keys) and 68.6 % (values), either of singular values or of their "
         "squares.",
         x="layer",
         y="% of the largest possible",
@@ -175,9 +176,9 @@ def _mean_table(layers: list[_Layer]) -> Table:
             Column("paper", ".3f"),
         ],
         rows,
-        "Effective ranks are shares of the largest possible. By chance: the size of a "
-        "random cosine, the mean overlap of random directions, the rank of random "
-        "weights. The paper: projection sharing, section 4, on another model; its "
+        "Effective ranks are shares of the largest possible. By chance: the typical size of a "
+        "random cosine, the mean overlap of random directions, the effective rank of random "
+        "weights. The paper: projection sharing, section 4, on another model. Its "
         "effective ranks, 687 (keys) and 702 (values) of 1,024, may be of singular "
         "values or of their squares.",
     )
