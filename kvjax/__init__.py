@@ -120,8 +120,20 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
+def _start_early(words: list[str]) -> None:
+    """Starts to load the programs of a command that decodes, before most modules are imported.
+
+    Args:
+      words: one is the command's name or module.
+    """
+    decodes = {"generate", "chat", "kvjax.generate", "kvjax.chat"} & {*words}
+    if decodes and any(argument.startswith("--workdir") for argument in sys.argv):
+        importlib.import_module("kvjax.decoding.stored").start_early()
+
+
 if sys.argv[:1] == ["-m"]:  # `python -m kvjax.main` is on its way: Ctrl-C while it imports
     from kvjax.foundation import environment, interrupted
 
     interrupted.quietly()
     environment.watch_imports()
+    _start_early(sys.orig_argv)

@@ -8,7 +8,7 @@ import runpy
 import sys
 import textwrap
 
-from kvjax import __version__
+from kvjax import __version__, _start_early
 from kvjax.foundation import command_line, environment, interrupted, output
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.text import did_you_mean
@@ -78,6 +78,7 @@ def entry() -> None:
     sys.argv = [f"kvjax {word}", *rest]
     interrupted.quietly()  # before the command's imports
     environment.watch_imports()
+    _start_early([word])
     module, _ = COMMANDS[word]
     runpy.run_module(module, run_name="__main__", alter_sys=False)
 

@@ -103,8 +103,7 @@ def start_loading(
     """
     devices = set(jax.local_devices()[:1])
     implementation = _for_devices(implementation, devices, 1, compute.cache_bits)
-    by = (config, compute, _multi_query(implementation), implementation)
-    stored_lib.start_loading([("prefill", by), ("decode_step", by)])
+    stored_lib.start_loading(config, compute, _multi_query(implementation), implementation)
 
 
 def _multi_query(implementation: str | None) -> str:

@@ -42,6 +42,9 @@ def test_programs_are_loaded_instead_of_traced(tokens, tmp_path, monkeypatch):
     programs[1].write_bytes(b"")
     assert tokens() == (expected, 2)
     assert tokens() == (expected, 0)
+    os.chmod(tmp_path / "programs", 0o770)
+    assert tokens() == (expected, 2), "loading a pickle runs code: others must not have written it"
+    os.chmod(tmp_path / "programs", 0o700)
     monkeypatch.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} ")
     assert tokens() == (expected, 2), "flags are part of the key"
     monkeypatch.setattr(stored, "package_digest", lambda: "other code")
@@ -61,13 +64,23 @@ def test_a_thread_loads_the_latest_programs(tokens, loaded, monkeypatch):
         return real(path, devices)
 
     monkeypatch.setattr(stored, "_read", read)
-    for content, compilations in ((None, 0), (b"cut off", 2)):
+    monkeypatch.setattr(stored.runtime, "start", lambda: None)  # would set a compilation cache
+
+    def start():
+        engine.start_loading(loaded.model.config, loaded.compute)
+
+    for content, start_loading in ((None, start), (None, stored.start_early), (b"cut off", start)):
         for file in stored._folder().iterdir() if content else ():
             file.write_bytes(content)
         readers.clear()
-        engine.start_loading(loaded.model.config, loaded.compute)
-        assert tokens() == (expected, compilations)
+        start_loading()
+        start()  # what is being loaded is not loaded again
+        assert tokens() == (expected, 2 if content else 0)
         assert len(readers) == 2 and threading.main_thread() not in readers
+    with monkeypatch.context() as patch:
+        patch.setattr(stored, "package_digest", lambda: "other code")
+        stored.start_early()
+        assert not stored._loading, "programs of other code may not even load"
     engine.start_loading(loaded.model.config, loaded.compute)
     generator = Generator(loaded.model, loaded.compute, stored=True)
     assert list(generator.start([[256, 5, 9]], num_tokens=4)), "one sequence instead of two"
