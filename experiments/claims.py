@@ -34,16 +34,17 @@ PAPERS = {
 _COLUMNS = ("place", "claim", "published", "verdict", "here", "command")
 _HEAD = """# Claims
 
-Claims of four papers and a blog, and the verdicts of the results here. This page is made from
-`experiments/results/` and from shapes by `python -m experiments.claims --write`; a test compares
-them. Each verdict follows from a rule in [ledger/](ledger/) and a result, never from judgement.
-A claim between models needs three seeds here. ± are 95 % intervals over seeds.
+Claims of four papers and a blog, with verdicts from this project's results. `python -m
+experiments.claims --write` makes this page from `experiments/results/` and from shapes; a test
+compares them. Each verdict follows from a rule in [ledger/](ledger/) and a result, never from
+judgement. A verdict on a difference between models needs three seeds. ± are 95 % intervals over
+seeds.
 
 {correction}
 
-Demo size is a model that two CPU cores train in minutes: 4 layers of width 128 unless another is
-given, on the books that come with kvjax. d12 and d36 are the paper's scales of 128M and 2.5B
-parameters. v5p is a TPU.
+"At demo size" is a model that two CPU cores train in minutes, on the books that come with kvjax: 4
+layers of width 128 unless the row names another size. d12 and d36 are the paper's scales of 128M
+and 2.5B parameters. v5p is a TPU. "There" is the paper, "here" is this project.
 """
 
 
@@ -67,10 +68,10 @@ def _correction(count: int) -> str:
     p_values = corrected(judge.read("studies/mechanisms")["rows"])
     shown = ", ".join(f"{cell} {p:.2f}" for cell, p in p_values.items())
     text = (
-        f"None of the {count} verdicts is corrected for their number: where models do not differ, "
-        "one 95 % interval in twenty excludes 0 all the same. Of the headline comparisons, five "
-        "mechanisms less MHA at demo size (reports/lrkv.md), p-values by Holm's correction for "
-        f"five are: {shown}."
+        f"The {count} verdicts are not corrected for their number: if models do not differ, one 95 "
+        "% interval in twenty still excludes 0. For the headline, five mechanisms minus MHA at "
+        "demo size (reports/lrkv.md), the p-values after Holm's correction for five are: "
+        f"{shown}."
     )
     return textwrap.fill(text, 100)
 

@@ -1,7 +1,7 @@
 """Runs a command, or lists commands and configs.
 
 kvjax train --config=configs/lrkv_tiny.py      the same as python -m kvjax.main
-kvjax                                          the list
+kvjax                                          lists commands and configs
 """
 
 import runpy

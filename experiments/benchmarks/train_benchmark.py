@@ -294,8 +294,10 @@ main = runner.benchmark(
         ),
         steps=Option(12, "timed steps", least=1),
         torch=Option(False, "also time PyTorch"),
-        torch_attention=Option("", f"of --torch: list of {', '.join(ATTENTION)} (flash,cudnn)"),
-        torch_mode=Option("", "of --torch: mode of torch.compile (default)", known=MODES),
+        torch_attention=Option(
+            "", f"attention of --torch, a list of {', '.join(ATTENTION)} (flash,cudnn)"
+        ),
+        torch_mode=Option("", "torch.compile's mode for --torch (default)", known=MODES),
     ),
     _measure,
     _show,

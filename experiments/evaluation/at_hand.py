@@ -77,7 +77,9 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--packages", default="", help="the folder that pip installed into")
     parser.add_argument("--out", default="", help="the folder to write")
     options: argparse.Namespace = parser.parse(arguments)
-    command_line.require(options, packages="what pip --target wrote", out="a folder to write")
+    command_line.require(
+        options, packages="the folder that pip --target wrote", out="a folder to write"
+    )
     output = Output(options)
     counts = write(
         runtime.folder("--packages", options.packages), runtime.folder("--out", options.out)

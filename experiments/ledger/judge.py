@@ -37,13 +37,13 @@ VERDICTS = {
     IN_PART: "some of several figures agree, or some of several cases hold",
     INDISTINCT: "at 95 %: the interval of our difference contains 0, or reaches over the margin; "
     "or both solve the task",
-    CONSISTENT: "the claim follows from the paper's own figures, as far as they are rounded; "
-    "nothing was measured or computed from shapes here",
+    CONSISTENT: "the claim follows from the paper's own figures, within their rounding; nothing "
+    "was measured or computed from shapes here",
     INCONSISTENT: "the claim does not follow from the paper's own figures, or not in all cases",
     OUT_OF_REACH: "the claim needs models of a size that was not trained here, or weights, data or "
-    "options that are not at hand; the row names what would settle it. Results at demo size or in "
-    "other models are given too, and settle nothing",
-    UNDEFINED: "the text does not define it, or not in a way that can be measured",
+    "options that are not available; the row names what would settle it. The row also has results "
+    "at demo size or in other models, if there are any; they settle nothing",
+    UNDEFINED: "the paper does not define the claim in a way that can be measured",
     MISSING: "the command has not been run, or not with three seeds",
 }
 SEEDS = 3  # the fewest that settle a claim between models
@@ -115,7 +115,7 @@ def sign_verdict(sign: int, claimed: int) -> str:
 
 
 def margin_verdict(difference: float, half: float, margin: float) -> str:
-    """Returns the verdict on an equality: `off` ± `half` is the difference."""
+    """Returns the verdict on a claimed equality, whose measured difference is ± `half`."""
     if abs(difference) + half <= margin:
         return REPRODUCED
     return CONTRADICTED if abs(difference) - half > margin else INDISTINCT

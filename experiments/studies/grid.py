@@ -52,8 +52,7 @@ class Cell:
         checkpoint interval.
       against: name of the reference cell, which differences are from, seed by seed; "": none.
       before: name of the cell without a change that both this cell and `against` have; "": none.
-      The
-        effect of the change is this cell's difference minus the difference of `before`.
+        The effect of the change is this cell's difference minus the difference of `before`.
     """
 
     name: str

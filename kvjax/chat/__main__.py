@@ -31,9 +31,9 @@ from kvjax.workdir import dialogue as dialogue_lib, trained
 
 _COMMANDS = {
     "/reset": "starts a new conversation",
-    "/save FILE": "appends it to a file, as a line of JSON that mid-training reads",
+    "/save FILE": "appends the conversation to a file, as a line of JSON that mid-training reads",
     "/help": "lists the commands",
-    "/quit": "ends, as Ctrl-D does",
+    "/quit": "ends the program, like Ctrl-D",
 }
 # Displayed text of special tokens: a calculator call and its result appear as [2+3=5].
 _SHOWN = {"python_start": "[", "python_end": "=", "output_start": "", "output_end": "]"}
@@ -45,10 +45,10 @@ def _parser() -> command_line.Parser:
     sampling_lib.add_options(parser, temperature=0.6, top_k=50)
     add = parser.add_argument
     add("--system", default="", help="system message")
-    text = "limit of an answer (256, or half of the context if that is less)"
+    text = "maximum tokens of an answer (256, or half of the context if that is less)"
     add("--num_tokens", type=int, help=text)
     add("--context", type=int, default=0, help="context in tokens; 0: as trained (0)")
-    text = "format of results: nanochat: 8.0; dataset: 8 (nanochat)"
+    text = "format of the calculator's results: nanochat writes 8.0, dataset 8 (nanochat)"
     add("--calculator", default=calculator.MODES[0], help=text)
     return parser
 

@@ -120,9 +120,9 @@ def test_commands(tmp_path, capsys, monkeypatch):
     out = capsys.readouterr().out
     assert out.splitlines()[2:] == [
         "/reset      starts a new conversation",
-        "/save FILE  appends it to a file, as a line of JSON that mid-training reads",
+        "/save FILE  appends the conversation to a file, as a line of JSON that mid-training reads",
         "/help       lists the commands",
-        "/quit       ends, as Ctrl-D does",
+        "/quit       ends the program, like Ctrl-D",
     ]
     talk.history.add_question("without an answer")  # is not saved
     talk.handle_line(f"/save {path}")
