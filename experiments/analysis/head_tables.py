@@ -43,7 +43,7 @@ class Run:
     steps: dict[int, Numbers]
 
 
-Runs = dict[str, dict[int, Run]]  # by mechanism and seed
+Runs = dict[str, dict[int, Run]]  # runs by mechanism and seed
 
 
 class Findings:

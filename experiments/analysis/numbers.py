@@ -25,7 +25,7 @@ from kvjax.analysis.request import Request
 from kvjax.convert.model import LazyModel
 from kvjax.foundation.errors import UserError
 
-Numbers = dict[str, float]  # by name; measurements that do not apply to a model are absent
+Numbers = dict[str, float]  # numbers by name, without those that do not apply to the model
 
 # Attributes of `diversity.Diversity`, stored in percent.
 _PERCENT = ("share", "centred_share", "centred_share_of_possible")

@@ -89,7 +89,7 @@ def in_turns(
     """Runs every contender on every prompt; results of the first, warm-up prompt are dropped.
 
     Args:
-      contenders: by name, functions of a prompt and a number of new tokens.
+      contenders: functions of a prompt and a number of new tokens, by name.
       prompt: number of tokens per prompt.
     """
     runs_by_name: dict[str, list[dict]] = {name: [] for name in contenders}

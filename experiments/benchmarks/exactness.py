@@ -28,7 +28,7 @@ from kvjax.model.decoder import Decoder
 from kvjax.model.transformer import Compute, Transformer
 from kvjax.workdir import trained
 
-ROUNDING = 1e-4  # of the row's largest logit
+ROUNDING = 1e-4  # relative to the row's largest logit
 PREFILLS = (1, 128)  # tokens that enter the cache in one chunk
 
 

@@ -37,9 +37,9 @@ def training_speed(path: str, overrides: list[str], steps: int) -> dict:
     Returns:
       A dict for JSON:
       - seconds: list, one for each of `steps` steps
-      - first_step_seconds: includes compilation
-      - loss: of the last step
-      - peak_bytes: of a device; None on CPU
+      - first_step_seconds: seconds of the first step, including compilation
+      - loss: loss of the last step
+      - peak_bytes: peak memory of a device; None on CPU
       - matmul_flops: FLOP/s of a matrix product in the compute dtype, measured before the steps and
         again after them
       - platform: "cuda", "tpu" or "cpu"

@@ -174,7 +174,7 @@ class Point:
     stepper: Stepper
     batch: int
     length: int
-    steps: int  # of the short chain
+    steps: int  # steps of the short chain
 
     @property
     def capacity(self) -> int:

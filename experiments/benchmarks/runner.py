@@ -9,7 +9,7 @@ from kvjax.foundation import command_line, lists, runtime
 from kvjax.foundation.configuration import at_least, between, one_of
 from kvjax.foundation.output import Output
 
-Options = argparse.Namespace  # of a command line, checked
+Options = argparse.Namespace  # the checked options of a command line
 Columns = Mapping[str, str | Callable[[Mapping], object]]
 
 
@@ -85,11 +85,11 @@ def benchmark(
     Args:
       name: name of the record in experiments/results, or a function of the options.
       doc: the module's docstring.
-      measure: from options to the JSON-able result.
+      measure: function from options to the JSON-able result.
       show: prints the result's tables.
       check: raises a UserError for options that do not fit together.
       start: configures the process before the measurement.
-      status: exit status by result.
+      status: function from the result to the exit status.
     """
 
     def main(arguments: Sequence[str]) -> int:
@@ -118,7 +118,7 @@ def table(columns: Columns, rows: Sequence[Mapping]) -> tuple[tuple[str, ...], l
     """Returns header and cells of `Output.table`.
 
     Args:
-      columns: by title a template such as "{seconds:.1f} s", or a function of the row.
+      columns: cells by title: a template such as "{seconds:.1f} s", or a function of the row.
     """
     cells = [
         [cell.format_map(row) if isinstance(cell, str) else cell(row) for cell in columns.values()]

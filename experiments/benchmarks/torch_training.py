@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from experiments.benchmarks import contender
 
 WARMUP = 3
-_BACKENDS = {  # of scaled dot product attention; None: PyTorch chooses
+_BACKENDS = {  # backends of scaled dot product attention; None: PyTorch chooses
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "default": None,

@@ -18,7 +18,7 @@ import numpy as np
 
 from kvjax.foundation.errors import UserError
 
-VERSION = 6  # of the format; older versions have another layout
+VERSION = 6  # version of the format; older versions have another layout
 _TYPES = (np.float32, np.int8, np.int16, np.int32, np.float16, ml_dtypes.bfloat16)
 
 

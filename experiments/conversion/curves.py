@@ -132,7 +132,7 @@ def tasks(
       model: first part of the records' names.
       mechanisms: the original model's.
       shape: its num_heads and head_dim.
-      settings: of the records, see `records.Task`.
+      settings: settings of the records, see `records.Task`.
       seconds: expected time of a point.
     """
 

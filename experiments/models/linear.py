@@ -30,8 +30,8 @@ TIES = ("none", "qkv")
 class State(NamedTuple):
     """A layer's state: sums over tokens, multiplied by λ at each later token."""
 
-    memory: jax.Array  # of φ(k) vᵀ: [B, N, H, Hv]
-    weight: jax.Array  # of φ(k): [B, N, H]
+    memory: jax.Array  # sum of φ(k) vᵀ: [B, N, H, Hv]
+    weight: jax.Array  # sum of φ(k): [B, N, H]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -92,7 +92,7 @@ class RecurrentTransformer(nnx.Module):
         """Returns logits [B, T, V] of the token after each token, and the states after the last.
 
         Args:
-          states: of the preceding text; None: there is none.
+          states: states after the preceding text; None: there is none.
           first: position of the first token.
           chunk: tokens that attention processes at a time; 1 is the recurrence.
         """

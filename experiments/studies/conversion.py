@@ -43,7 +43,7 @@ STAGES = {  # by stage: the options that it takes
     "smollm2_ranks": ("smollm2", *_MEASURING),
     "smollm2_tuning": ("smollm2", "tokens", "rate", "runs", *_MEASURING),
 }
-_DEFAULTS = {  # by model
+_DEFAULTS = {  # defaults of options, by model
     "validation_tokens": {"whisper": 8_192, "smollm2": 16_384},
     "tokens": {"whisper": 49_152, "smollm2": 100_352},
     "seeds": {"whisper": 3},

@@ -31,7 +31,7 @@ from kvjax.model.config import BlockConfig
 NAME = "cross_attention"
 NAMES = "zero one two three four five six seven eight nine".split()
 LETTERS = "".join(sorted(set("".join(NAMES)))) + " "
-BEGIN, END = 0, 1  # of an answer; END also pads
+BEGIN, END = 0, 1  # tokens around an answer; END also pads
 FIRST_DIGIT, FIRST_LETTER = 2, 12
 VOCABULARY = FIRST_LETTER + len(LETTERS)
 DIGITS = 8  # maximum per source

@@ -43,7 +43,7 @@ OTHERS = (
     *("mla", "kv_tied", "qk_tied", "qkv_tied", "thin_keys", "factored", "lrkv_gqa"),
     *("lrkv_shared_rope", "lrkv_no_rope", "kv_tied_gqa", "kv_tied_mqa"),
 )
-NAME = "analysis/head_diversity"  # of the result
+NAME = "analysis/head_diversity"  # name of the result
 SNAPSHOTS = 4  # per run, beside its initial weights
 FILE = "head_diversity.json"  # in a workdir: the run's figures
 _MEASURES = (PACKAGE / "analysis", EXPERIMENTS / "analysis", pathlib.Path(__file__))  # compute FILE

@@ -35,9 +35,9 @@ from kvjax.foundation.intervals import difference, estimate
 from kvjax.model.config import TransformerConfig
 from kvjax.model.transformer import Compute
 
-FOLDER = "images"  # of results
+FOLDER = "images"  # folder in experiments/results
 BATCH = 128
-CHANNELS = 50  # of the position map that a "+" adds
+CHANNELS = 50  # channels of the position map that "+" adds
 # Projection sharing, Table 3, in the order of `encoders.VARIANTS`.
 PUBLISHED = {
     "mnist": (0.981, 0.981, 0.982, 0.976, 0.978, 0.977),

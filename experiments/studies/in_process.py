@@ -39,7 +39,7 @@ class Cell:
 
     Attributes:
       settings: JSON-able values that determine a run's numbers.
-      train: from a seed to JSON-able figures.
+      train: function from a seed to JSON-able figures.
     """
 
     name: str
@@ -80,10 +80,10 @@ def study(
 
     Args:
       figures_of: computes figures, among them a list of rows, from the runs.
-      show: from a row to the cells of the table.
+      show: function from a row to the table's cells.
       code_files: source files that determine numbers: the study, and others that it imports.
       printed: key of the rows of the table.
-      only: by key, the values that a row must have to be printed.
+      only: allowed values by key of a row; other rows are not printed.
       note: printed below the table.
     """
 
@@ -139,8 +139,8 @@ def train(
     """Trains the missing runs, all cells with the first seed, then with the next.
 
     Args:
-      name: of the result.
-      result_of: from finished runs and failures to the result, which is written after each run.
+      name: name of the result.
+      result_of: function from finished runs and failures to the result; written after each run.
       code_files: further source files that determine numbers.
 
     Returns:

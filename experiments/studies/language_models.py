@@ -23,7 +23,7 @@ from kvjax.foundation.errors import UserError
 from kvjax.foundation.intervals import Estimate, difference, holm, p_value
 from kvjax.foundation.output import Output
 
-FOLDER = "studies"  # of results
+FOLDER = "studies"  # folder in experiments/results
 
 
 def rows(cells: Sequence[Cell], finished: FinishedRuns) -> list[dict]:

@@ -117,7 +117,7 @@ def rows(cells: Sequence[Cell], finished: FinishedRuns) -> list[dict]:
             reference_nats = (
                 {} if reference is cell else in_process.figure(reference, finished, name)
             )
-            if ratio := difference(nats, reference_nats):  # of logarithms
+            if ratio := difference(nats, reference_nats):  # difference of logarithms
                 against[name] = estimated("nats", ratio, "half_interval")
                 against[name]["percent"] = 100 * math.expm1(ratio.mean)
         row = dict(

@@ -65,7 +65,7 @@ def allocation(effective_L: np.ndarray, total: int, most: int) -> list[int]:
 
     Args:
       effective_L: effective ranks.
-      total: from L to L·most.
+      total: total rank, from L to L·most.
     """
     share_L = effective_L / effective_L.sum() * total
     ranks_L = np.ones(len(effective_L), int)

@@ -39,7 +39,7 @@ from kvjax.workdir import trained
 NAME = "rank_by_head"
 WAYS = ("equal", "by layer", "by head", "by singular value")
 WHOLE = "uncut"
-ROWS, LENGTH, BATCH = 192, 256, 8  # of held-out text
+ROWS, LENGTH, BATCH = 192, 256, 8  # size of the held-out text
 _PARTS = ("key", "value")
 _MECHANISM = ("segments", 0, "attention", "mechanism")
 

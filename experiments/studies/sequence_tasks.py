@@ -52,7 +52,7 @@ RECIPE = learner.Recipe(
 )
 _CURVE = 20  # steps averaged to a point of a run's loss curve
 CURVES_OF = "d32_l2_h2_t32"  # end of the names of the cells whose curves are shown and judged
-_TEST_SEED = 10**6  # of the test rows
+_TEST_SEED = 10**6  # seed of the test rows
 
 
 def transformer(

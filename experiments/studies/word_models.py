@@ -31,7 +31,7 @@ from kvjax.foundation.intervals import estimate
 from kvjax.model.config import TransformerConfig
 from kvjax.model.transformer import Compute, Transformer
 
-FOLDER = "word_models"  # of results
+FOLDER = "word_models"  # folder in experiments/results
 WIDTH, HEADS, LAYERS, MLP, LENGTH, DROPOUT = 256, 8, 6, 1024, 256, 0.1
 CHANNELS = (8, 16, 32, 64, 128, 256)
 # By data set: rows per step, epochs, warmup steps, minimum occurrences of a word, and the paper's

@@ -100,7 +100,7 @@ def lines(
 
     Args:
       series: {x: y} by name.
-      labels: of both axes.
+      labels: the labels of both axes.
     """
     figure = cards.card(9.6, 5.0)
     cards.heading(figure, title, *caption)
@@ -133,7 +133,7 @@ def curves(
 
     Args:
       panels: points (x, y) by heading and curve name.
-      labels: of both axes.
+      labels: the labels of both axes.
     """
     columns = 3
     rows = math.ceil(len(panels) / columns)

@@ -14,7 +14,7 @@ import numpy as np
 
 from kvjax.foundation.errors import DataError, MissingDataError
 
-SIZE = 10  # of a set
+SIZE = 10  # images per set
 PLACES = ("drawn", "last")
 Part = tuple[np.ndarray, np.ndarray]  # features [N, F] and classes [N]
 
@@ -24,7 +24,7 @@ class Features:
     """Training, validation and test images.
 
     Attributes:
-      digest: of the file; for synthetic features their parameters.
+      digest: digest of the file; the parameters of synthetic features.
     """
 
     train: Part

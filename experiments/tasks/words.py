@@ -32,7 +32,7 @@ class Corpus:
     test: np.ndarray
     vocabulary: dict[str, int]
     vocab_size: int  # rows of the embedding, with the special <unk> even if no text uses it
-    digest: str  # of the ids of all splits
+    digest: str  # digest of the ids of all splits
 
 
 def words(lines: Iterable[str]) -> Iterator[str]:

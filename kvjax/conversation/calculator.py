@@ -15,7 +15,7 @@ import ast
 import operator
 
 MODES = ("nanochat", "dataset")
-MAX_CHARACTERS = 1000  # of an expression; nanochat limits time instead, to 3 s
+MAX_CHARACTERS = 1000  # maximum length of an expression; nanochat limits time instead (3 s)
 _ALLOWED = frozenset("0123456789*+-/.() ")
 _BINARY = {
     ast.Add: operator.add,

@@ -34,7 +34,7 @@ class SetSpec(NamedTuple):
 
     split: str
     kind: str  # one of KINDS
-    key: str  # of config.mixture
+    key: str  # a key of config.mixture
     source: str  # a file, folder, glob or tfds:NAME
     start: int = 0  # first row of the range, after shuffling
     stop: int | None = None

@@ -37,7 +37,7 @@ class _Split(NamedTuple):
 
     shard: packed_rows.Shard
     counts: list[SetCounts]
-    bytes: int  # of text that the tokens decode to
+    bytes: int  # bytes of the text that the tokens decode to
     padding: int  # tokens
     xz_bits_per_byte: float
 

@@ -19,7 +19,7 @@ from kvjax.foundation.errors import DataError, first_line
 class SetCounts:
     """Content of a set, for the manifest."""
 
-    key: str  # of config.mixture
+    key: str  # a key of config.mixture
     source: str
     sha256: str
     rows: int  # in the set's files

@@ -12,7 +12,7 @@ import kvjax
 
 PACKAGE = pathlib.Path(kvjax.__file__).parent
 ROOT = PACKAGE.parent
-CONFIGS = PACKAGE / "configs"  # in an installed package; in a checkout beside it
+CONFIGS = PACKAGE / "configs"  # of an installed package; else see below
 CONFIGS = CONFIGS if CONFIGS.is_dir() else ROOT / "configs"
 
 

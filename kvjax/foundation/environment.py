@@ -14,7 +14,7 @@ from kvjax.foundation import extras
 from kvjax.foundation.errors import first_line
 
 _JAX_SOURCE, _BACKENDS = "/jax/_src/", "/jax/_src/xla_bridge.py"
-_EXTRAS = {"cuda": "cuda", "gpu": "cuda", "tpu": "tpu"}  # by platform
+_EXTRAS = {"cuda": "cuda", "gpu": "cuda", "tpu": "tpu"}  # extra by name of the platform
 
 
 def refused(error: BaseException) -> str | None:

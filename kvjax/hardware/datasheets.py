@@ -20,7 +20,7 @@ class Device:
     bandwidth: float  # of HBM, bytes/s
     bf16_flops: float  # dense bfloat16, FLOP/s
     source: str
-    interconnect: float = math.inf  # of all links to other chips, one direction, bytes/s
+    interconnect: float = math.inf  # bytes/s in one direction, over all links to other chips
 
     @property
     def ridge(self) -> float:

@@ -25,7 +25,7 @@ class Verdict:
     """Result of judging a program."""
 
     passed: bool  # `check` returned
-    reason: str  # of a failure
+    reason: str  # why it failed; "" if it passed
     seconds: float  # from the start of the interpreters to the verdict
     retried: bool  # True if it was judged again after a timeout
 
@@ -35,7 +35,7 @@ class Box:
 
     Args:
       layers: the requested layers.
-      limits: of each judgement.
+      limits: limits of each judgement.
       without: layers that this machine lacks, with the reason.
 
     Attributes:

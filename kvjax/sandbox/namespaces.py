@@ -10,7 +10,7 @@ import sys
 from kvjax.sandbox.errors import SandboxError
 from kvjax.sandbox.process import run
 
-_SIZE = 1 << 20  # bytes of its writable folder
+_SIZE = 1 << 20  # bytes of the sandbox's writable folder
 _NOBODY = "65534"
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
 _SECONDS = 20.0  # timeout; normally milliseconds
@@ -23,7 +23,7 @@ class Bubblewrap:
 
     path: str
     version: str  # for example "bwrap 0.8.0"
-    forbids_nesting: bool  # of user namespaces, in addition to seccomp
+    forbids_nesting: bool  # True: it forbids nested user namespaces, as seccomp does
 
     def command(self, interpreter: str, environment: Mapping[str, str]) -> list[str]:
         """Returns the prefix of the interpreter's command."""

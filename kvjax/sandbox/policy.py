@@ -1,4 +1,4 @@
-"""Selects layers that this machine supports, and opens a box only if they hold."""
+"""Selects layers that this machine supports, and opens a box after testing that they hold."""
 
 import json
 import platform
@@ -81,7 +81,7 @@ def _tested(layers: Layers, limits: Limits, without: tuple = (), breaches: bool 
 
 
 def _held(limits: Limits) -> dict[str, int]:
-    """Returns the layers that a process can apply to itself: versions, or minus an errno."""
+    """Returns each layer's version if a process can apply it to itself, or minus an errno."""
     layers, deadline = Layers(seccomp=True, landlock=True), time.monotonic() + limits.start_seconds
     process = None
     try:

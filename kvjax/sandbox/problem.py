@@ -6,7 +6,7 @@ import dataclasses
 
 from kvjax.sandbox.errors import SandboxError
 
-MAX_BYTES = 1 << 20  # of a program
+MAX_BYTES = 1 << 20  # maximum size of a program
 
 
 @dataclasses.dataclass(frozen=True)

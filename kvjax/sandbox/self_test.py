@@ -17,7 +17,7 @@ _TEST = "def check(candidate):\n    assert candidate(1, 2) == 3\n"
 _RIGHT = "def add(a, b):\n    return a + b\n"
 _WRONG = "def add(a, b):\n    return a - b\n"
 _LOOP = "while True: pass\n"
-_SECONDS = 0.1  # for the loop
+_SECONDS = 0.1  # time limit of the test with an endless loop
 # Statements that raise if they are prevented.
 _BREACHES = {
     "writes a file": "open({file!r}, 'w').close()",

@@ -24,7 +24,7 @@ from kvjax.sandbox.process import run
 HELP = "pip install 'kvjax[sandbox]'"
 SHA256 = "e5dc5a398b07b54ea8fdb503bf68fb583d533f10ec3f930963e02b9505f7a763"
 _FILE, _PYTHON = "python-3.12.0.wasm", "CPython 3.12.0"
-_SECONDS = 300.0  # to compile
+_SECONDS = 300.0  # time limit of compiling
 _COMPILE = """
 import sys
 path, interpreter, out = sys.argv[1:]
@@ -41,7 +41,7 @@ class Runtime:
 
     packages: str  # folder to import wasmtime from
     compiled: str  # file
-    version: str  # for results
+    version: str  # as results name it
 
     def request(self, guest: Sequence[str], environment: Mapping[str, str], limits: Limits) -> str:
         """Returns the argument of `inside.host`."""

@@ -32,7 +32,7 @@ class Peer:
             raise UserError(f"{folder} has changed files: {restore}")
 
 
-PEERS = {  # by the name of the repository
+PEERS = {  # peers by name of the repository
     "MLRA": Peer("SongtaoLiu0823", "7e0eb5c"),
     "TPA": Peer("tensorgi", "3d7f51d"),
     "grouped-latent-attention": Peer("Dao-AILab", "17889db"),

@@ -33,7 +33,7 @@ class Comparison:
 
     peer: str  # see `clones.PEERS`
     title: str
-    file: str  # in the clone, or a module of an installed package
+    file: str  # path in the clone, or a module of an installed package
     sizes: dict  # attributes of the authors' config
     config: MechanismConfig
     copy: Callable[[dict, MechanismConfig], dict]  # the authors' weights to ours, see `copying`

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvjax.attention import GroupedConfig, GTAConfig, MLAConfig, SharedKVConfig, TPAConfig
 
-Weights = Mapping[str, np.ndarray]  # by the authors' names
+Weights = Mapping[str, np.ndarray]  # arrays by the authors' names
 Order = Callable[[int], np.ndarray]  # number of channels -> their permutation
 
 
@@ -64,7 +64,7 @@ def grouped(
     """Converts the weights of MHA, GQA, MQA, MFA and projection sharing.
 
     Args:
-      names: of the weights of queries, keys, values and the output; "-" for a projection that is
+      names: names of the weights of queries, keys, values and output; "-" for a projection that is
         tied to another one and has no weight.
     """
     query, key, value, output = names.split()
@@ -149,7 +149,7 @@ def gta(weights: Weights, config: GTAConfig, *, names: str = "c_q c_proj") -> di
     """Converts the weights of GTA.
 
     Args:
-      names: of queries and the output.
+      names: names of the weights of queries and output.
     """
     query, output = names.split()
     converted = _output(weights, output, config.num_heads)

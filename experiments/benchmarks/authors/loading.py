@@ -42,7 +42,7 @@ class Replaced(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     Args:
       packages: top-level names, installed or not.
-      objects: by module, objects by name in place of a `StandIn`.
+      objects: for each module, objects by name that replace a `StandIn`.
     """
 
     def __init__(self, packages: tuple[str, ...], objects: dict[str, dict[str, object]]):

@@ -7,7 +7,7 @@ import stat
 
 from kvjax.sandbox.inside.system_calls import system_call
 
-_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # on every architecture
+_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # equal on all architectures
 _VERSION = 1
 _PATH_BENEATH = 1
 _READ_FILE, _READ_DIRECTORY = 1 << 2, 1 << 3
@@ -42,7 +42,7 @@ def restrict(readable: Sequence[str]) -> int:
         network=_NETWORK if version >= 4 else 0,
         scope=_SCOPE if version >= 6 else 0,
     )
-    size = 8 if version < 4 else 16 if version < 6 else 24  # of the struct in that version
+    size = 8 if version < 4 else 16 if version < 6 else 24  # size of the struct in that version
     ruleset = system_call(_CREATE_RULESET, ctypes.byref(rules), size, 0)
     for path in readable:
         opened = os.open(path, os.O_PATH | os.O_CLOEXEC)

@@ -9,7 +9,7 @@ def limit(*, memory_bytes: int | None, cpu_seconds: int, processes: int | None) 
     Args:
       memory_bytes: address space; None for a runtime that reserves far more than it uses.
       cpu_seconds: SIGXCPU after this time, SIGKILL one second later.
-      processes: of the user, including threads; None for a runtime that starts threads.
+      processes: maximum of the user's processes and threads; None if the runtime starts threads.
     """
     for name, soft, hard in (
         ("AS", memory_bytes, memory_bytes),
