@@ -12,7 +12,7 @@ import kvjax
 
 PACKAGE = pathlib.Path(kvjax.__file__).parent
 ROOT = PACKAGE.parent
-CONFIGS = PACKAGE / "configs"  # of an installed package; else see below
+CONFIGS = PACKAGE / "configs"  # where an installed package has them
 CONFIGS = CONFIGS if CONFIGS.is_dir() else ROOT / "configs"
 
 
