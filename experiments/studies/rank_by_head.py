@@ -69,7 +69,7 @@ class Residuals:
         return cls(q @ inner, singular, right)
 
     def cut(self, ranks_LPK: np.ndarray) -> dict[str, np.ndarray]:
-        """Returns weights, named as in `of`, whose products are the best ones of these ranks."""
+        """Returns weights, named as in `of`, of the best approximations of these ranks."""
         mask = np.arange(self.singular.shape[-1]) < ranks_LPK[..., None]
         latent = np.moveaxis(self.left * (self.singular * mask)[..., None, :], 2, 3)
         weights = {}
@@ -79,7 +79,7 @@ class Residuals:
         return weights
 
     def ranks(self, way: str, rank: int) -> np.ndarray:
-        """Returns ranks [L, 2, K] by layer, key or value, and head, of mean `rank`."""
+        """Returns ranks [layers, keys/values, KV heads] whose mean is `rank`."""
         L, P, K, R = self.singular.shape
         effective_LPK = spectrum.effective_rank(self.singular**2)
         if way == "equal":

@@ -1,8 +1,8 @@
-"""Prepares the rows of a mixture, once: a function of files, seed and tokenizer.
+"""Renders a mixture of conversations to packed rows, and stores them as a data set.
 
-The result is a data set that `kvjax.data.loader` opens, as for texts; rows have a loss mask
-if some targets do not count. The manifest lists rows read, cut and rejected per set, and the
-SHA-256 of its files.
+`kvjax.data.loader` opens the data set like one of texts; rows have a loss mask if some targets do
+not count. The rows are a function of files, seed and tokenizer, so they are prepared only once. For
+each set the manifest lists rows read, truncated and rejected, and the SHA-256 of the files.
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ class _Split(NamedTuple):
     shard: packed_rows.Shard
     counts: list[SetCounts]
     bytes: int  # bytes of the text that the tokens decode to
-    padding: int  # tokens
+    padding: int  # tokens of padding
     xz_bits_per_byte: float
 
 

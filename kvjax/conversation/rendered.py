@@ -24,8 +24,8 @@ class SetCounts:
     sha256: str
     rows: int  # in the set's files
     read: int = 0  # rows that the mixture uses
-    cut: int = 0  # longer than the limit
-    rejected: int = 0  # not conversations
+    cut: int = 0  # rows longer than the limit, which are truncated
+    rejected: int = 0  # rows that are not conversations
     tokens: int = 0
     trained: int = 0  # tokens with loss mask 1
     first_rejected: list[str] = dataclasses.field(default_factory=list)  # messages
