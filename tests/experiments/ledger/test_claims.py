@@ -72,10 +72,10 @@ def test_every_verdict_is_explained_and_commands_are_there(ledger):
 @pytest.mark.parametrize(
     "paper, says, old, new, failing",
     [
-        ("lrkv", "fewer steps are so many", "== 9.4", "== 9.9", ["MHA"]),
+        ("lrkv", "the steps that LRKV saves", "== 9.4", "== 9.9", ["MHA"]),
         ("lrkv", "combined scores are means", "== 36.9", "== 37.2", ["mean of MLA"]),
         ("projection_sharing", "are exponentials", "== 5.19", "== 5.29", ["MQA, validation"]),
-        ("projection_sharing", "above QKV's, in %", "== 0.053", "== 0.056", ["MQA at 1.2B"]),
+        ("projection_sharing", "over QKV's, in %", "== 0.053", "== 0.056", ["MQA at 1.2B"]),
         ("thin_keys", "is identical in both", "4.3 - 4.3", "4.4 - 4.3", ["d/4"]),
         ("logit_spectra", "5 times (LLaMA-1B)", "70 / 11", "60 / 11", ["Qwen-3B (128)"]),
     ],
