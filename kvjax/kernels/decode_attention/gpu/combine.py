@@ -2,9 +2,10 @@
 
 Grid (B, query heads, parts of the output's channels). One program is one warpgroup:
 
-    max, total over splits       every split's maximum and sum of weights   [splits, columns]
-    share of a split             exp2(its maximum - max) / total            SMEM [splits, columns]
-    o [64 · parts]               Σ over splits   share · o of the split     float32
+    max over splits              every split's maximum                      [splits, columns]
+    share of a split             exp2(its maximum - max)                    SMEM [splits, columns]
+    total over splits            Σ over splits   share · sum of weights     SMEM [columns]
+    o [64 · parts]               Σ over splits   share · o of the split / total     float32
     o + latentᵀ · expand [R, 64] LRKV: adds the residual (LRKV eq. 4)
 
 A decode step has four programs fewer per layer of LRKV with it, two of MHA, three of MLA. Splits
@@ -66,7 +67,7 @@ def combine(
     wgmma, row_layout = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)  # [64, ..]; [64]
     load = functools.partial(plgpu.load, optimized=False)
 
-    def kernel(first, o, maximum, total, *rest, shares, sums):
+    def kernel(first, o, maximum, total, *rest, shares, totals, sums):
         expand, out = rest if R else (None, *rest)
         b, head, part = (lax.axis_index(name) for name in ("sequence", "head", "part"))
         head_tile, column = lax.div(head, columns), lax.rem(head, columns)
@@ -81,22 +82,27 @@ def combine(
         # A split is reached if the sequence's new token is in it or after it.
         reached = lax.min(lax.div(first[b], split) + 1, splits)
 
-        def of_splits(ref, other):  # [64, n] for every 64 splits
-            for row in range(0, rows, ROWS):
-                x_Xn = load(ref.at[b, pl.ds(row, ROWS), head_tile], layout=wgmma)
-                row_Xn = plgpu.broadcasted_iota(jnp.int32, x_Xn.shape, 0, layout=wgmma)
-                yield jnp.where(row + row_Xn < reached, x_Xn, jnp.full_like(x_Xn, other))
+        def of_splits(ref, i, other):  # [64, n] of 64 splits
+            x_Xn = load(ref.at[b, pl.ds(i * ROWS, ROWS), head_tile], layout=wgmma)
+            row_Xn = plgpu.broadcasted_iota(jnp.int32, x_Xn.shape, 0, layout=wgmma)
+            return jnp.where(i * ROWS + row_Xn < reached, x_Xn, jnp.full_like(x_Xn, other))
 
-        def over_splits(reduce, combine, parts):
-            return functools.reduce(combine, [reduce(x_Xn, axis=0) for x_Xn in parts])
+        def add_maximum(i, max_n):
+            return jnp.maximum(max_n, jnp.max(of_splits(maximum, i, MASKED), axis=0))
 
-        maximum_Xn = list(of_splits(maximum, MASKED))
-        max_n = over_splits(jnp.max, jnp.maximum, maximum_Xn)
-        share_Xn = [jnp.exp2(x_Xn - to_rows(max_n, x_Xn)) for x_Xn in maximum_Xn]
-        total_Xn = [s * t for s, t in zip(share_Xn, of_splits(total, 0.0), strict=True)]
-        total_n = over_splits(jnp.sum, jnp.add, total_Xn)
-        for i, x_Xn in enumerate(share_Xn):
-            shares[pl.ds(i * ROWS, ROWS)] = x_Xn / to_rows(total_n, x_Xn)
+        def add_total(i, total_n):
+            x_Xn = of_splits(maximum, i, MASKED)
+            share_Xn = jnp.exp2(x_Xn - to_rows(max_n, x_Xn))
+            shares[pl.ds(i * ROWS, ROWS)] = share_Xn
+            return total_n + jnp.sum(share_Xn * of_splits(total, i, 0.0), axis=0)
+
+        def filled(x):
+            return plgpu.layout_cast(jnp.full((n,), x, jnp.float32), wgmma.reduce(0))
+
+        # 64 splits at a time, so that registers do not grow with their number.
+        blocks = lax.div(reached + (ROWS - 1), ROWS)
+        max_n = lax.fori_loop(0, blocks, add_maximum, filled(MASKED))
+        totals[...] = lax.fori_loop(0, blocks, add_total, filled(0.0))
 
         starts = [channel + i * ROWS for i in range(parts)]
         own = V + lax.div(column, group) * R  # the first of the KV head's latents
@@ -114,6 +120,8 @@ def combine(
         zero_C = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), row_layout)
         turns = lax.div(reached + (_AHEAD - 1), _AHEAD)
         sums_C = lax.fori_loop(0, turns, add_splits, [zero_C for _ in starts])
+        inverse = 1 / totals[column]
+        sums_C = [s_C * inverse for s_C in sums_C]
         for i, latent_R in enumerate(sums_C[parts:]):
             product_RV = expand_RV[i] * lax.broadcast_in_dim(latent_R, expand_RV[i].shape, [0])
             # The sum over rows has the layout of a row; through shared memory to that of a column.
@@ -127,6 +135,7 @@ def combine(
         out_type=jax.ShapeDtypeStruct((B, head_tiles * columns, V), dtype),
         scratch_types={
             "shares": plgpu.SMEM((rows, n), jnp.float32),
+            "totals": plgpu.SMEM((n,), jnp.float32),
             "sums": plgpu.SMEM((ROWS,), jnp.float32),
         },
         grid=(B, head_tiles * columns, V // ROWS // parts),
