@@ -98,7 +98,12 @@ def test_the_matrix_has_every_mechanism():
     ("name", "kernel", "formats", "converted"),
     [
         ("lrkv", "yes", "NanoChat, Llama", "`lrkv`"),
-        ("tpa", "no: the TPU kernels take grouped, residual and latent caches", "no: ", ""),
+        (
+            "tpa",
+            "no: the TPU kernels take grouped, residual, factored and latent caches",
+            "no: ",
+            "",
+        ),
     ],
 )
 def test_the_matrix_asks_the_code(name, kernel, formats, converted):

@@ -19,6 +19,8 @@ paper's "+", `alibi` is ALiBi (arXiv 2108.12409); see `position_bias.py` for bot
 """
 
 import dataclasses
+import functools
+import logging
 
 from flax import nnx
 import jax
@@ -43,6 +45,7 @@ from kvjax.attention.mechanism import (
 from kvjax.attention.pca_init import pca_factors
 from kvjax.cache.field import Field
 from kvjax.foundation.configuration import between, one_of
+from kvjax.foundation.logs import log_once
 from kvjax.kernels.decode_attention import api, cache_layouts
 from kvjax.kernels.decode_attention.cache_layouts import DecodeFlops, DecodeInputs
 from kvjax.kernels.decode_attention.cache_layouts.grouped import GroupedSizes
@@ -411,40 +414,39 @@ class Grouped(Mechanism):
 
         See `Mechanism.prepare`.
         """
-        c, (B, T, _), packed = self.config, x_BTD.shape, self.packed_columns
-        plain = c.qk_norm in ("none", "rms") and c.tie == "none" and not c.query_rank
-        if c.rank:
-            plain = plain and c.rope == "full" and rope_base is not None
-        if not plain or c.bias or c.alibi or c.position_channels or T > 1 or not packed:
+        c, (B, T, _) = self.config, x_BTD.shape
+        if T > 1:
             return None
         # The choice of a kernel depends on the queries' shape alone; the kernel projects them.
-        query = jax.ShapeDtypeStruct((B, T, c.num_heads, c.key_dim), x_BTD.dtype)
-        inputs = self.decode_inputs(query, rope_base)
-        if api.chosen(inputs, layer, **options) != "gpu" or x_BTD.dtype != jnp.bfloat16:
+        query = jax.ShapeDtypeStruct((B, T, c.num_heads, c.query_dim), x_BTD.dtype)
+        decode_inputs = functools.partial(self.decode_inputs, rope_base=rope_base)
+        inputs = jax.eval_shape(decode_inputs, query)
+        if api.chosen(inputs, layer, **options) != "gpu":
             return None
-        from kvjax.kernels.decode_attention.gpu import plans, prepare  # when called, see `api`
+        from kvjax.kernels.decode_attention.gpu import prepare  # when called, see `api`
 
-        if not prepare.takes(c.key_dim, c.value_dim, c.rank):
+        plain = c.qk_norm in ("none", "rms") and c.tie == "none"
+        plain = plain and not c.query_rank and not c.bias
+        reason = prepare.refusal(inputs, layer, x_BTD.dtype)
+        if not self.packed_columns:
+            reason = "takes projections that are packed into one matrix"
+        elif not plain:
+            reason = "takes no tied or low-rank queries, gains of QK-norm or biases"
+        if reason:
+            message = f"decode attention: the GPU kernel that appends a token {reason}: XLA does"
+            log_once(__name__, logging.INFO, message)
             return None
-        adapter = plans.ADAPTERS[type(inputs)](inputs, layer)
-        sizes = prepare.Sizes(
-            **dict(N=c.num_heads, K=c.num_kv_heads, J=c.num_bases, R=c.rank),
-            **dict(H=c.key_dim, Hv=c.value_dim),
-            head_tiles=adapter.head_tiles,
-            columns=adapter.plan.columns,
+        return prepare.into_cache(
+            inputs,
+            layer,
+            linear(x_BTD[:, 0], self.packed[...]),
+            positions,
+            counts_B,
+            expand_KRH=self.expand_key[...] if c.rank else None,
             epsilon=None if self.key_norm is None else c.norm_epsilon,
-            first=tuple((name, first) for name, first, _ in packed),
+            first=tuple((name, first) for name, first, _ in self.packed_columns),
+            decode_inputs=decode_inputs,
         )
-        rotary = positions.rotary
-        if rotary is not None:
-            rotary = tuple(jnp.broadcast_to(a[:, 0], (B, a.shape[-1])) for a in rotary)
-        product_BE = linear(x_BTD[:, 0], self.packed[...])
-        new = (positions.index[:, 0], counts_B, rotary, self.expand_key[...] if c.rank else None)
-        prepared, layer = prepare.prepare(product_BE, layer, *new, sizes=sizes)
-        # [B, head tiles, slabs, columns, 64], whose first columns are a tile's own queries.
-        own = prepared[:, :, :, : c.num_heads // adapter.head_tiles]
-        q_BTNH = jnp.moveaxis(own, 2, 3).reshape(query.shape)
-        return dataclasses.replace(self.decode_inputs(q_BTNH, rope_base), prepared=prepared), layer
 
     def _unnormed_keys(self, raw: dict) -> jax.Array:
         """Returns keys before norm and rotation, [B, T, K, H] ([B, T, J, H] with rank 0)."""

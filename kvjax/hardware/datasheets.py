@@ -46,7 +46,10 @@ def _device(
 # the figure with more digits is used; if units differ (v5p: 95 GB or GiB), the smaller memory.
 # Datasheets give the interconnect of both directions together (v5e 400, v5p 1200, v6e 800, NVLink
 # 900 GB/s); half of it is used.
+# A100: the edition of 80 GB. L4: of PCIe, one direction.
 _H100, _H200 = _NVIDIA.format("H100"), _NVIDIA.format("H200")
+_A100 = _NVIDIA.format("A100 80GB")
+_L4 = "NVIDIA L4 Tensor Core GPU datasheet; bfloat16 without sparsity; PCIe Gen4 x16"
 _V4 = _GOOGLE.format("v4") + "; 6 links of 50 GB/s: arXiv 2304.01433"
 _V5E, _V5P, _V6E = (_GOOGLE.format(name) for name in ("v5e", "v5p", "v6e"))
 DEVICES = {
@@ -54,6 +57,8 @@ DEVICES = {
     for device in (
         _device("h100", 80 * 10**9, hbm=3350, tflops=989, interconnect=450, source=_H100),
         _device("h200", 141 * 10**9, hbm=4800, tflops=989, interconnect=450, source=_H200),
+        _device("a100", 80 * 10**9, hbm=2039, tflops=312, interconnect=300, source=_A100),
+        _device("l4", 24 * 10**9, hbm=300, tflops=121, interconnect=32, source=_L4),
         _device("v4", 32 * 2**30, hbm=1228, tflops=275, interconnect=300, source=_V4),
         _device("v5e", 16 * 10**9, hbm=819, tflops=197, interconnect=200, source=_V5E),
         _device("v5p", 95 * 10**9, hbm=2765, tflops=459, interconnect=600, source=_V5P),

@@ -1,6 +1,8 @@
 """TPUs and GPUs that this machine lacks, as devices to compile for, by names like "v5e:4x4"."""
 
+from collections.abc import Mapping
 import os
+from typing import NamedTuple
 
 import jax
 from jax.experimental import topologies
@@ -26,26 +28,51 @@ SHAPES = {  # examples, the smallest first
     "v6e": ("2x2", "4x4", "8x8", "16x16"),
     "h100": ("1", "8"),
     "h200": ("1", "8"),
+    "a100": ("1", "8"),
+    "l4": ("1", "8"),
 }
-GPUS = ("h100", "h200")
+
+
+class _Chip(NamedTuple):
+    """What XLA would query from a GPU, besides memory and bandwidth."""
+
+    capability: str  # of CUDA
+    cores: int  # multiprocessors
+    clock: float  # GHz
+    l2: int  # bytes
+    shared: int  # bytes of a multiprocessor
+    threads: int  # of a multiprocessor
+
+
+_HOPPER = _Chip(
+    "major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES", 132, 1.98, 50 * 2**20, 233472, 2048
+)
+_GPUS = {
+    "h100": _HOPPER,
+    "h200": _HOPPER,
+    "a100": _Chip("major: 8 minor: 0", 108, 1.41, 40 * 2**20, 167936, 2048),
+    "l4": _Chip("major: 8 minor: 9", 58, 2.04, 48 * 2**20, 102400, 1536),
+}
+GPUS = tuple(_GPUS)
 KINDS = tuple(kind for kind in SHAPES if kind not in GPUS)
 
-# A GpuTargetConfigProto of Hopper SXM: the properties that XLA would query from a GPU.
-_HOPPER = """
+# A GpuTargetConfigProto.
+_TARGET = """
 gpu_device_info {{
-  cuda_compute_capability {{ major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }}
-  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
-  threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
+  cuda_compute_capability {{ {chip.capability} }}
+  core_count: {chip.cores} fpus_per_core: 128 clock_rate_ghz: {chip.clock}
+  threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: {chip.threads}
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448
-  shared_memory_per_core: 233472 l2_cache_size: 52428800
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: {optin}
+  shared_memory_per_core: {chip.shared} l2_cache_size: {chip.l2}
   device_memory_size: {memory} memory_bandwidth: {bandwidth}
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 12 }}
 device_description_str: "NVIDIA {name}"
 """
+_RESERVED = 1024  # bytes of shared memory that CUDA reserves per program
 
 
 def get_devices(name: str) -> list[jax.Device]:
@@ -90,7 +117,7 @@ def _unknown(name: str) -> str:
 
 
 def gpu_device(name: str) -> jax.Device:
-    """Returns a GPU to lower and compile for, "h100" or "h200"; nothing can run on it.
+    """Returns a GPU to lower and compile for, as "h200" or "l4"; nothing can run on it.
 
     Lower Pallas kernels inside `jax.sharding.use_abstract_mesh` of a mesh with this device.
 
@@ -106,9 +133,13 @@ def gpu_devices(name: str) -> list[jax.Device]:
     if kind not in GPUS or not count.isdecimal() or not 1 <= int(count) <= GPUS_PER_HOST:
         raise UserError(_unknown(name))
     extras.require("compiling for a GPU", "jax_cuda13_plugin")
-    device = datasheets.get(kind)
-    target = _HOPPER.format(
-        memory=device.hbm_bytes, bandwidth=int(device.bandwidth), name=kind.upper()
+    device, chip = datasheets.get(kind), _GPUS[kind]
+    target = _TARGET.format(
+        chip=chip,
+        optin=chip.shared - _RESERVED,
+        memory=device.hbm_bytes,
+        bandwidth=int(device.bandwidth),
+        name=kind.upper(),
     )
     try:
         topology = topologies.get_topology_desc(
@@ -141,6 +172,8 @@ def lower_for(device: jax.Device, function, *arguments) -> jax.stages.Lowered:
         return function.lower(*jax.tree.map(abstract, arguments))
 
 
-def compile_for(device: jax.Device, function, *arguments) -> jax.stages.Compiled:
+def compile_for(
+    device: jax.Device, function, *arguments, compiler_options: Mapping | None = None
+) -> jax.stages.Compiled:
     """Compiles a jitted function for one device of a topology; see `lower_for`."""
-    return lower_for(device, function, *arguments).compile()
+    return lower_for(device, function, *arguments).compile(compiler_options)

@@ -83,7 +83,7 @@ def test_overrides_and_dtype(run):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (["--device=a100"], "--device: 'a100' is none of h100, h200, v4, v5e, v5p, v6e"),
+        (["--device=b200"], "--device: 'b200' is none of h100, h200, a100, l4, v4, v5e, v5p, v6e"),
         (["--batch=0"], "--batch = 0: must be at least 1"),
         (["--chips=0"], "--chips = 0: must be at least 1"),
         (["--dtype=int8"], "--dtype = 'int8': must be one of 'bfloat16', 'float32'"),

@@ -60,10 +60,11 @@ def test_names_that_are_not_known_list_examples_of_both(compilers):
     examples = (
         "v4:2x2x1 v4:2x2x4 v4:4x4x4; v5e:2x2 v5e:4x4 v5e:8x8 v5e:16x16; "
         "v5p:2x2x1 v5p:2x2x4 v5p:4x4x4; v6e:2x2 v6e:4x4 v6e:8x8 v6e:16x16; "
-        "h100:1 h100:8; h200:1 h200:8"
+        "h100:1 h100:8; h200:1 h200:8; "
+        "a100:1 a100:8; l4:1 l4:8"
     )
     assert topology.examples() == examples
-    bad_names = ("h200", "h200:", "h200:0", "h200:9", "h200:2x4", "a100:8", "", "v5e", "v5e:")
+    bad_names = ("h200", "h200:", "h200:0", "h200:9", "h200:2x4", "b200:8", "", "v5e", "v5e:")
     cases = [(topology.get_devices, name) for name in (*bad_names, "v9:2x2", "v5e:3x3")]
     cases += [(topology.tpu_devices, "h200:8"), (topology.gpu_devices, "v5e:4x4")]
     for function, name in cases:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.kernels.decode_attention.cache_layouts.factored import FactoredSizes
 from kvjax.kernels.decode_attention.cache_layouts.grouped import GroupedSizes
 from kvjax.kernels.decode_attention.cache_layouts.latent import LatentSizes
 from kvjax.kernels.decode_attention.cache_layouts.layout import DecodeFlops, DecodeInputs, Sizes
@@ -55,6 +56,7 @@ def _model(N: int, *, groups: int, latent: int) -> dict[str, Sizes]:
         lrkv_no_norm=ResidualSizes(N=N, K=N, scaled=False),
         lrkv_no_rope=ResidualSizes(N=N, K=N, rope_base=None),
         lrkv_gqa=ResidualSizes(N=N, K=groups),
+        low_rank_keys=FactoredSizes(N=N, K=groups, J=groups),  # GQA, converted
         mla=LatentSizes(N=N, C=latent),
     )
 

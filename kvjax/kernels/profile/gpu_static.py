@@ -5,9 +5,12 @@ ptxas reports registers and spills; the program states its shared memory. Nothin
 
 from collections.abc import Callable, Iterator
 import contextlib
+import importlib.util
 import os
 import pathlib
 import re
+import shutil
+import subprocess
 import tempfile
 from unittest import mock
 
@@ -15,6 +18,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 import jax.numpy as jnp
 
+from kvjax.foundation.errors import UserError
 from kvjax.hardware import topology
 from kvjax.kernels.decode_attention import shapes
 from kvjax.kernels.decode_attention.cache_layouts.layout import Sizes
@@ -56,22 +60,58 @@ def compiled_kernels(
     with tempfile.TemporaryDirectory() as directory:
         dump = {"MOSAIC_GPU_DUMP_TO": directory, "MOSAIC_GPU_DUMP_PTX": "1"}
         with mock.patch.dict(os.environ, dump), without_compilation_cache():
-            program = topology.compile_for(topology.gpu_device(device), attend, *arguments)
-        reports = sorted(pathlib.Path(directory).glob("*.ptxas"))
-        kernels = {report.stem.rpartition("_")[0]: _kernel(report) for report in reports}
+            target = topology.gpu_device(device)
+            # Triton's passes and PTX.
+            options = {"xla_dump_to": directory, "xla_dump_emitter_re": ".*"}
+            program = topology.compile_for(target, attend, *arguments, compiler_options=options)
+        folder = pathlib.Path(directory)
+        kernels = {
+            report.stem.rpartition("_")[0]: _mosaic_kernel(report)
+            for report in sorted(folder.glob("*.ptxas"))
+        }
+        if triton := list(folder.glob("*.decode_attention.triton-to-llvm.txt")):
+            kernels["decode_attention"] = _triton_kernel(triton[0])
     return kernels, program
 
 
-def _kernel(ptxas: pathlib.Path) -> tuple[dict, str]:
+def _mosaic_kernel(ptxas: pathlib.Path) -> tuple[dict, str]:
     """Returns a kernel's figures and PTX, from the files beside the compiler's report."""
-    report, ptx = ptxas.read_text(), ptxas.with_suffix(".ptx").read_text()
     requested = ptxas.with_suffix(".resources.txt").read_text()
-    figures = {
+    shared = re.search(r"smem_scratch_bytes=(\d+)", requested)[1]
+    return _figures(ptxas.read_text(), int(shared)), ptxas.with_suffix(".ptx").read_text()
+
+
+def _triton_kernel(passes: pathlib.Path) -> tuple[dict, str]:
+    """Returns the figures and PTX of decode attention's kernel, whose PTX is assembled once more.
+
+    Raises:
+      UserError: `ptxas` is not installed.
+    """
+    shared = re.findall(r"ttg.shared = (\d+)", passes.read_text())[-1]
+    entry = ".entry decode_attention("
+    file = next(file for file in passes.parent.glob("*.ptx") if entry in file.read_text())
+    ptx = file.read_text()
+    target = re.search(r"\.target (\w+)", ptx)[1]
+    command = [_ptxas(), "-v", "-arch", target, str(file), "-o", os.devnull]
+    report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return _figures(report, int(shared)), ptx
+
+
+def _ptxas() -> str:
+    spec = importlib.util.find_spec("nvidia")
+    packaged = [f"{place}/cu13/bin" for place in (spec.submodule_search_locations if spec else ())]
+    program = shutil.which("ptxas", path=os.pathsep.join([*packaged, os.environ["PATH"]]))
+    if program is None:
+        raise UserError("ptxas is not installed: it is in the extra aot (nvidia-cuda-nvcc)")
+    return program
+
+
+def _figures(report: str, shared: int) -> dict:
+    return {
         "registers": int(re.search(r"Used (\d+) registers", report)[1]),
         "spill_bytes": int(re.search(r"(\d+) bytes spill stores", report)[1]),
-        "shared_bytes": int(re.search(r"smem_scratch_bytes=(\d+)", requested)[1]),
+        "shared_bytes": shared,
     }
-    return figures, ptx
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ import pytest
 from kvjax.hardware import topology
 from kvjax.kernels.decode_attention import cache_layouts, shapes
 from kvjax.kernels.decode_attention.api import decode_attention
+from kvjax.kernels.decode_attention.cache_layouts.factored import FactoredSizes
 from kvjax.kernels.decode_attention.cache_layouts.grouped import GroupedSizes
 from kvjax.kernels.decode_attention.cache_layouts.latent import LatentSizes
 from kvjax.kernels.decode_attention.cache_layouts.residual import ResidualSizes
@@ -113,6 +114,10 @@ CASES = [
     (ResidualSizes(N=3, K=3, R=16, H=128, Hv=32), {}),
     (ResidualSizes(N=3, K=3, R=16, H=128, Hv=32), dict(variant=tpu.Variant())),
     (ResidualSizes(N=12, K=6, J=2, R=16, H=32, Hv=48, rope_base=None, scaled=False), {}),
+    (FactoredSizes(N=6, K=6, J=3, R=16, Rv=32, Hv=48), dict(tile_kv=128)),  # two heads, one latent
+    (FactoredSizes(N=6, K=6, J=1, R=32, Rv=16, H=32, Hv=48, rope_base=None, scaled=False), {}),
+    (FactoredSizes(N=4, K=4, J=4, R=16, Hv=48, rope_base=None), {}),
+    (FactoredSizes(N=6, K=3, J=3, R=0, Rv=16, H=32, Hv=48), {}),
     (LatentSizes(N=6, C=32, P=16, Hv=48, J=2, key_channels=16), {}),
     (LatentSizes(N=3, C=48, P=0, Hv=0), dict(splits=2)),
     (Int8(GroupedSizes(N=3, K=3, H=32, Hv=64)), {}),
@@ -143,7 +148,7 @@ def test_components_of_cache_layouts_are_the_definition(monkeypatch):
         agreement.check(over_chips, shape, firsts=firsts, length=768, dtype=FLOAT32)
     tpu._run.clear_cache()
     sizes = [getattr(shape, "sizes", shape) for shape, _ in CASES]
-    delayed = [type(x) is ResidualSizes and x.rope_base is not None for x in sizes]
+    delayed = [bool(getattr(x, "R", 0)) and x.rope_base is not None for x in sizes]
     own = [(options.get("tile_kv", 256), options.get("splits", 1)) for _, options in CASES]
     assert calls[::2] == [
         [b, b, s, delay_values] for (b, s), delay_values in zip(own, delayed, strict=True)
@@ -300,7 +305,7 @@ SIZES = [  # kind, shape, batch, length: tile_kv, score_tile, splits, bytes
     ("TPU v5 lite", SHAPES["d36"]["mla"], 1, 32_768, (2048, 512, 1, 7_905_280)),
     ("TPU v5e", SHAPES["d36"]["lrkv_gqa"], 3, 1152, (384, 512, 1, 4_995_072)),
     ("TPU v6 lite", SHAPES["d36"]["thin_keys"], 1, 65_536, (4096, 512, 1, 49_815_552)),
-    ("TPU v6e", SHAPES["d12"]["gta"], 1, 128, (128, 512, 1, 516_096)),
+    ("TPU v6e", SHAPES["d12"]["gta"], 1, 128, (128, 512, 1, 647_168)),
     (
         "TPU v99",
         SHAPES["d36"]["lrkv"],

@@ -41,7 +41,7 @@ def nothing_measured(monkeypatch):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (["--device=a100"], "--device: invalid choice: 'a100' (choose from 'h100', 'h200', 'v4'"),
+        (["--device=b200"], "--device: invalid choice: 'b200' (choose from 'h100', 'h200', 'a100'"),
         (["--mechanisms=mha,mba"], "'mba' is none of mha, gqa, mqa, thin_keys,"),
         (["--implementations=xlb"], "'xlb' is none of xla, "),
         (["--batch=0"], "--batch '0': must be integers of 1 or more"),
@@ -148,11 +148,12 @@ def test_resources_reported_by_a_gpus_compiler(monkeypatch):
     gpu_static = pytest.importorskip("kvjax.kernels.profile.gpu_static")
     compiled = []
 
-    def compile_for(device, function, inputs, cache, first_B):
+    def compile_for(device, function, inputs, cache, first_B, compiler_options):
         compiled.append((device, cache["base_key"].shape, cache["base_key"].dtype, first_B.shape))
         assert os.environ["MOSAIC_GPU_DUMP_PTX"] == "1" and first_B.dtype == jnp.int32
         assert not jax.config.jax_enable_compilation_cache
         folder = pathlib.Path(os.environ["MOSAIC_GPU_DUMP_TO"])
+        assert compiler_options["xla_dump_to"] == str(folder)
         report = "ptxas info: 12 bytes spill stores, 34 bytes spill loads\nUsed 56 registers"
         for name, size in (("decode_attention_0", 789), ("combine_splits_1", 5)):
             (folder / f"{name}.ptxas").write_text(report)

@@ -294,7 +294,7 @@ def test_candidates_by_kernel_and_shape():
     assert candidates("reference") == []  # takes no tile size
     assert candidates("xla") == [{}, *(dict(tile_kv=n) for n in measured.TILES)]
     first, *others = candidates("tpu")
-    assert first == {} and len(others) == len({tuple(o.values()) for o in others}) == 12
+    assert first == {} and len(others) == len({tuple(o.values()) for o in others}) == 16
     assert others[1] == dict(tile_kv=512, score_tile=256, splits=2)
     # Under RoPE a longer split has no basis of rank 64.
     assert candidates("gpu", "lrkv") == [{}, *(dict(split=n) for n in (256, 512, 1024))]

@@ -4,6 +4,7 @@ Without RoPE the query is absorbed into rank space (thin keys, eq. 12). Under Ro
 and rotated, or the query is rotated in rank space (`rotating.py`).
 """
 
+from collections.abc import Callable
 import dataclasses
 
 import jax
@@ -105,12 +106,29 @@ class FactoredSizes:
     N: int
     K: int
     J: int
-    R: int
-    Rv: int
-    H: int
-    Hv: int
-    rope_base: Base | None
-    scaled: bool  # expanded keys are normed: the cache has "key_scale", 1/rms
+    R: int = 64
+    Rv: int = 0
+    H: int = 128
+    Hv: int = 128
+    rope_base: Base | None = 10_000.0
+    scaled: bool = True  # expanded keys are normed: the cache has "key_scale", 1/rms
+
+    def example(self, draw: Callable[..., jax.Array], B: int) -> FactoredInputs:
+        def expand(rank, dim):
+            return draw(self.K, rank, dim) / rank**0.5 if rank else None
+
+        return FactoredInputs(
+            query=draw(B, 1, self.N, self.H),
+            expand_key=expand(self.R, self.H),
+            expand_value=expand(self.Rv, self.Hv),
+            scale=self.H**-0.5,
+            rope_base=self.rope_base if self.R else None,
+        )
+
+    def fields(self) -> dict[str, tuple[int, ...]]:
+        fields = dict(key=(self.J, self.R) if self.R else (self.K, self.H))
+        fields |= dict(value=(self.J, self.Rv) if self.Rv else (self.K, self.Hv))
+        return fields | (dict(key_scale=(self.K, 1)) if self.scaled and self.R else {})
 
     def flops(self) -> DecodeFlops:
         N, K, R, H = self.N, self.K, self.R, self.H

@@ -1,33 +1,32 @@
-"""Decode attention as a Pallas kernel for Hopper GPUs: one query per sequence.
+"""Decode attention as Pallas kernels for GPUs: one query per sequence.
 
 The cache is read once, without a transposed copy. A program (`kernel`) attends with some heads of
 one sequence to one split of its tokens; `plans` has the sizes per cache layout. `combine` merges
 the splits by their log-sum-exps, and expands LRKV's latents of values; MLA's are expanded by XLA.
+These are for Hopper; on Ampere and Ada `triton` has one kernel instead.
 
 Tests compile the kernel ahead of time for an H200, and run it in the interpreter on a model of
 shared memory whose products and copies complete as late as a GPU allows.
 """
 
 from collections.abc import Mapping
+import importlib
 import re
+import types
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from kvjax.foundation.rounding import round_up
 from kvjax.kernels.decode_attention import tuning
 from kvjax.kernels.decode_attention.cache_layouts import DecodeInputs
 from kvjax.kernels.decode_attention.gpu import combine, kernel, plans
 
-_HOPPER = "H(20|100|200|800)"  # device kinds that have wgmma and TMA
+# Device kinds by CUDA compute capability, for devices that are not there. Hopper has wgmma and TMA;
+# the others are those that Pallas-Triton knows by name.
+_KINDS = {9: "H(20|100|200|800)", 8: r"\b(A10|A30|A100|L4|L40|RTX 4090)\b"}
 _TRIED_SPLITS = (256, 512, 1024, 2048, 4096, 8192)  # tokens of a split that --tune measures
-_CAPACITY = plans.TILE_KV  # S is a multiple of the largest tile
 _MULTIPROCESSORS = 132  # of an H100 or H200
-# (programs per multiprocessor, minimum tokens of a split): 2 programs if their splits then have
-# 256 tokens or more, and up to 8 if splits still have 1,024. Longer splits are better, because each
-# waits for its first slabs and rotates its queries.
-_PROGRAMS = ((2, 256), (8, 1024))
 
 Cache = Mapping[str, jax.Array]
 
@@ -47,22 +46,25 @@ def decode_attention(
 
     Args:
       tile_kv: tokens of a tile, 64 or 128 (64 where queries are rotated); None: the plan's, see
-        TILE_KV in `plans`.
+        TILE_KV in `plans`. It, `slots` and `wgmma_in_flight` are of Hopper's kernel alone.
       split: tokens of a split, a multiple of `tile_kv`; None: from `tuned.json`, or enough
         splits to fill the GPU.
       slots: number of slabs, of 64 channels by `tile_kv` tokens, in a program's ring.
       wgmma_in_flight: products in flight at once, from 1 to `slots`.
-      interpret: False, or `plgpu.InterpretGPUParams`.
+      interpret: False, or `plgpu.InterpretGPUParams`; on Ampere a bool.
 
     Raises:
       NotImplementedError: inputs or shapes that the kernel does not support; see `check`.
       ValueError: inconsistent sizes of tile, split, ring and products in flight.
     """
     check(inputs, cache)
+    if capability() == 8:
+        return _triton().decode_attention(inputs, cache, first_B, split=split, interpret=interpret)
     adapter = plans.ADAPTERS[type(inputs)](inputs, cache)
     B, S = first_B.shape[0], next(iter(cache.values())).shape[-1]
     tile_kv = tile_kv or adapter.tile_kv
-    default = {"split": _split(B * adapter.head_tiles, S, tile_kv)}
+    programs = B * adapter.head_tiles
+    default = {"split": plans.default_split(programs, S, tile_kv, _MULTIPROCESSORS)}
     key = tuning.key("gpu", inputs, cache)
     tuned = tuning.parameters(key, default=default, nearest=False)
     split = split or min(round_up(tuned["split"], tile_kv), adapter.max_split)
@@ -79,8 +81,10 @@ def decode_attention(
         slots=slots or plans.slots(adapter.plan, tile_kv, "key_scale" in cache),
         interpret=interpret,
     )
-    # Rounded as the model rounds it, so that no program of its own does so.
-    options = dict(split=split, dtype=inputs.query.dtype, interpret=interpret)
+    # Rounded as the model rounds it, so that no program of its own does so; what `finish` expands
+    # is rounded after that.
+    dtype = jnp.dtype(jnp.float32) if adapter.expands else inputs.query.dtype
+    options = dict(split=split, dtype=dtype, interpret=interpret)
     o_BNV = combine.combine(adapter.plan, *splits, first_B, adapter.expand, **options)
     return adapter.finish(o_BNV)[:, None].astype(jnp.float32)
 
@@ -100,27 +104,17 @@ def check(inputs: DecodeInputs, cache: Cache) -> None:
 
 def _refusal(inputs: DecodeInputs, cache: Cache) -> str | None:
     # From shapes and dtypes alone, before anything is traced.
-    device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
-    if device.platform == "gpu" and not re.search(_HOPPER, device.device_kind):
-        return f"needs Hopper's matrix instructions: here {device.device_kind}"
-    if jax.config.jax_enable_x64:
-        return "counts in 32 bits: here jax_enable_x64 is on"
-    if type(inputs) not in plans.ADAPTERS:
-        return f"does not read a cache of kind {inputs.kind(cache)!r}"
-    if inputs.bias is not None:
-        return "adds no bias to the logits"
-    if inputs.query.shape[1] != 1:
-        return f"takes one query per sequence: here T = {inputs.query.shape[1]}"
-    for name, array in cache.items():
-        dtype = np.dtype(jnp.float32 if name == "key_scale" else jnp.bfloat16)
-        if array.dtype != dtype:
-            return f"takes {name} in {dtype}: here {array.dtype}"
-    S = next(iter(cache.values())).shape[-1]
-    if S % _CAPACITY:  # tiles would read past the end
-        return f"needs a capacity in multiples of {_CAPACITY}: here S = {S}"
+    major = capability()
+    if major == 8:
+        if (triton := _triton()) is None:
+            return "needs Pallas-Triton, which this JAX no longer has"
+        return triton.refusal(inputs, cache)
+    if major not in (None, 9):
+        kind = device_compiled_for().device_kind
+        return f"takes GPUs of compute capability 8 (Ampere, Ada) and 9 (Hopper): here {kind}"
+    if reason := plans.refusal(plans.ADAPTERS, inputs, cache):
+        return reason
     adapter = plans.ADAPTERS[type(inputs)](inputs, cache)
-    if adapter.refusal is not None:
-        return adapter.refusal
     queries = f"for {adapter.plan.columns} queries"
     if not plans.slots(adapter.plan, adapter.tile_kv, "key_scale" in cache):
         return f"has no shared memory {queries} on {len(adapter.plan.keys)} slabs of keys"
@@ -129,13 +123,25 @@ def _refusal(inputs: DecodeInputs, cache: Cache) -> str | None:
     return None
 
 
-def _split(programs: int, S: int, tile_kv: int) -> int:
-    """Returns the tokens of a split with which the grid fills the GPU.
+def device_compiled_for() -> jax.Device | jax.sharding.AbstractDevice:
+    return jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
 
-    Args:
-      programs: programs per split, sequences times head tiles.
-    """
-    splits = max(
-        min(-(-target * _MULTIPROCESSORS // programs), S // tokens) for target, tokens in _PROGRAMS
-    )
-    return -(-S // (max(splits, 1) * tile_kv)) * tile_kv
+
+def capability() -> int | None:
+    """Returns the major compute capability of the GPU compiled for; 0: unknown; None: no GPU."""
+    device = device_compiled_for()
+    if device.platform != "gpu":
+        return None
+    present = jax.devices()[0]
+    if device.device_kind == present.device_kind:
+        version = re.match(r"\d+", getattr(present, "compute_capability", ""))
+        return int(version[0]) if version else 0
+    return next((m for m, kinds in _KINDS.items() if re.search(kinds, device.device_kind)), 0)
+
+
+def _triton() -> types.ModuleType | None:
+    """Returns the module for Ampere and Ada; None if JAX has dropped Pallas-Triton."""
+    try:
+        return importlib.import_module("kvjax.kernels.decode_attention.gpu.triton")
+    except ImportError:
+        return None

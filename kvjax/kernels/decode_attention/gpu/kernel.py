@@ -83,11 +83,11 @@ def attend(
       arrays: by name
         - the cache's arrays, [B, channels, S] bfloat16, with "key_scale" [B, K, S] float32 where
           keys are normed;
-        - "query" [B, head_tiles, keys, columns, 64] bfloat16;
+        - "query" [B, head_tiles, keys, columns, 64] bfloat16, if the plan has keys;
         - if `plan.rotated`, with H padded to a multiple of 128: "rotated_query" [B, splits,
           head_tiles, query heads, H] float32, rotated by minus the position of the split's first
-          token; "expand" [K·R, H]; "basis" [H, 64], its imaginary parts negated; "table"
-          [split, 64] float32.
+          token; "expand" [K·R, H], with `plan.own_expand` [head_tiles · slabs · query heads · 64,
+          H]; "basis" [H, 64], its imaginary parts negated; "table" [split, 64] float32.
       first_B: slot of each sequence's new token, int32; S for a full cache that no longer grows.
       head_tiles: programs per sequence and split.
       tile_kv: tokens of a tile.
@@ -104,7 +104,7 @@ def attend(
     Raises:
       ValueError: inconsistent sizes of tile, split, ring and products in flight.
     """
-    B, S = first_B.shape[0], arrays[plan.keys[0].name].shape[-1]
+    B, S = first_B.shape[0], arrays[plan.order[0].name].shape[-1]
     splits, n = -(-S // split), plan.columns
     fewest = plan.fewest_slots
     if split % tile_kv or not 1 <= wgmma_in_flight <= slots >= fewest:
@@ -128,21 +128,23 @@ def attend(
     # wgmma reads bfloat16 operands from tiles of 8 rows with a 128-byte swizzle.
     wgmma_operand = functools.partial(
         plgpu.SMEM,
-        dtype=arrays["query"].dtype,
+        dtype=jnp.bfloat16,
         transforms=(plgpu.TilingTransform((8, ROWS)), plgpu.SwizzleTransform(128)),
     )
     scratch = {
         "ring": wgmma_operand((slots, ROWS, tile_kv)),
-        "queries": wgmma_operand((len(plan.keys), n, ROWS)),
         "weights": wgmma_operand((1, n, tile_kv)),
         "full": plgpu.Barrier(num_barriers=slots),  # one per slot: each has one copy at a time
-        "ready": plgpu.Barrier(num_arrivals=1 + plan.basis_slots),  # queries, pieces of the basis
+        # Queries, pieces of the basis.
+        "ready": plgpu.Barrier(num_arrivals=bool(plan.keys) + plan.basis_slots),
     }
+    if plan.keys:
+        scratch["queries"] = wgmma_operand((len(plan.keys), n, ROWS))
     if plan.rotated:  # [64, 64] for each slab of latents and query head
         rows = len(plan.rotated) * plan.group_size * ROWS
         scratch["rank_queries"] = wgmma_operand((rows, ROWS))
     if "key_scale" in arrays:  # double-buffered: tile t in slot t % 2
-        scratch["scales"] = plgpu.SMEM((2, plan.heads, tile_kv), jnp.float32)
+        scratch["scales"] = plgpu.SMEM((2, plan.num_scales, tile_kv), jnp.float32)
         scratch["scales_full"] = plgpu.Barrier(num_barriers=2)
     names = ("first", *arrays, *outputs)
 

@@ -16,6 +16,8 @@ import numpy as np
 
 from kvjax.foundation.rounding import round_up
 from kvjax.kernels.decode_attention.cache_layouts import (
+    DecodeInputs,
+    FactoredInputs,
     GroupedInputs,
     LatentInputs,
     ResidualInputs,
@@ -47,6 +49,10 @@ _OTHER_BYTES = 3 * 1024  # per program: barriers, and the scratch of reductions 
 # GQA has not been timed since each of its query heads became a product of its own.
 # (experiments/results/kernels/h200_decode_attention_variants.json)
 WGMMA_IN_FLIGHT = 2
+# (programs per multiprocessor, minimum tokens of a split): 2 programs if their splits then have
+# 256 tokens or more, and up to 8 if splits still have 1,024. Longer splits are better, because each
+# waits for its first slabs and rotates its queries.
+_PROGRAMS = ((2, 256), (8, 1024))
 # The largest `Plan.registers` that compiles without spills where H = 128 and R = 64.
 MOST_REGISTERS = 170
 
@@ -67,6 +73,9 @@ class Plan:
       group_size: query heads of each KV head.
       scale: factor of the scores.
       basis_slots: ring slots that hold the RoPE basis while the queries are rotated.
+      scales: KV heads with a key scale of their own; 0: `heads`.
+      own_expand: True if "expand" has rows for every slab of `rotated` and query head; False: for
+        every slab, which its query heads share.
     """
 
     keys: tuple[Slab, ...]
@@ -77,11 +86,17 @@ class Plan:
     group_size: int
     scale: float
     basis_slots: int = 0
+    scales: int = 0
+    own_expand: bool = False
 
     @property
     def order(self) -> tuple[Slab, ...]:
         """Slabs of a tile in the order in which they are read."""
         return self.keys + self.rotated + (() if self.keys_reused_as_values else self.values)
+
+    @property
+    def num_scales(self) -> int:
+        return self.scales or self.heads
 
     @property
     def keys_reused_as_values(self) -> int:
@@ -105,6 +120,38 @@ class Plan:
         return self.columns // 2 * (len(self.values) + 2 * tile_kv // ROWS) + rotated
 
 
+def refusal(adapters: Mapping, inputs: DecodeInputs, cache: Cache) -> str | None:
+    """Returns why a GPU's kernels do not take the inputs, from shapes and dtypes alone, or None."""
+    if jax.config.jax_enable_x64:
+        return "counts in 32 bits: here jax_enable_x64 is on"
+    if type(inputs) not in adapters:
+        return f"does not read a cache of kind {inputs.kind(cache)!r}"
+    if inputs.bias is not None:
+        return "adds no bias to the logits"
+    if inputs.query.shape[1] != 1:
+        return f"takes one query per sequence: here T = {inputs.query.shape[1]}"
+    for name, array in cache.items():
+        dtype = np.dtype(jnp.float32 if name == "key_scale" else jnp.bfloat16)
+        if array.dtype != dtype:
+            return f"takes {name} in {dtype}: here {array.dtype}"
+    S = next(iter(cache.values())).shape[-1]
+    if S % TILE_KV:  # tiles would read past the end
+        return f"needs a capacity in multiples of {TILE_KV}: here S = {S}"
+    return adapters[type(inputs)](inputs, cache).refusal
+
+
+def default_split(programs: int, S: int, tile_kv: int, multiprocessors: int) -> int:
+    """Returns the tokens of a split with which the grid fills the GPU.
+
+    Args:
+      programs: programs per split, sequences times head tiles.
+    """
+    splits = max(
+        min(-(-target * multiprocessors // programs), S // tokens) for target, tokens in _PROGRAMS
+    )
+    return -(-S // (max(splits, 1) * tile_kv)) * tile_kv
+
+
 def slots(plan: Plan, tile_kv: int, scaled: bool) -> int:
     """Returns the number of ring slots that fit into shared memory; 0 if too few do.
 
@@ -117,7 +164,7 @@ def slots(plan: Plan, tile_kv: int, scaled: bool) -> int:
         2 * ROWS * plan.columns * len(plan.keys),  # queries, bfloat16
         2 * plan.columns * tile_kv,  # weights, bfloat16
         2 * ROWS * ROWS * len(plan.rotated) * plan.group_size,  # rank_queries, bfloat16
-        4 * 2 * plan.heads * tile_kv if scaled else 0,  # scales, float32, double-buffered
+        4 * 2 * plan.num_scales * tile_kv if scaled else 0,  # scales, float32, double-buffered
     ]
     fixed = sum(round_up(size, 1024) for size in buffers) + _OTHER_BYTES
     for programs in (2, 1):  # per multiprocessor
@@ -135,13 +182,14 @@ def slots(plan: Plan, tile_kv: int, scaled: bool) -> int:
 #   refusal    None, or the reason why the kernel does not take these shapes
 #   arrays(split)   the kernel's inputs besides the cache
 #   expand     None, or the matrix of `combine`
+#   expands    True if `finish` multiplies by a matrix
 #   finish(o_BNV)   `combine`'s outputs to [B, N, Hv]
 
 
 class GroupedAdapter:
     """Keys and values as they are cached; heads of fewer than 64 channels share slabs."""
 
-    tile_kv, max_split, expand = TILE_KV, rope.MAX_POSITION, None
+    tile_kv, max_split, expand, expands = TILE_KV, rope.MAX_POSITION, None, False
 
     def __init__(self, inputs: GroupedInputs, cache: Cache):
         self.inputs, self.N = inputs, inputs.query.shape[2]
@@ -168,12 +216,7 @@ class GroupedAdapter:
         return dict(query=_in_slabs(_block_diagonal(q_BgkrH), self.plan.columns))
 
     def finish(self, o_BNV: jax.Array) -> jax.Array:
-        B, k, r = o_BNV.shape[0], self.plan.heads, self.plan.group_size
-        if k == 1:
-            return o_BNV
-        # Of the channels of k KV heads, a query head's own.
-        own_Bgrvk = jnp.diagonal(o_BNV.reshape(B, self.head_tiles, k, r, k, -1), axis1=2, axis2=4)
-        return jnp.moveaxis(own_Bgrvk, -1, 2).reshape(B, self.N, -1)
+        return _own_channels(o_BNV, self.head_tiles, self.plan.heads)
 
 
 class LatentAdapter:
@@ -183,6 +226,7 @@ class LatentAdapter:
 
     def __init__(self, inputs: LatentInputs, cache: Cache):
         self.inputs, self.N = inputs, inputs.query.shape[2]
+        self.expands = inputs.up_value is not None
         *latents, self.C, _ = cache["latent"].shape[1:]
         self.head_tiles = math.prod(latents)
         P = 0 if inputs.rope_query is None else cache["rope_key"].shape[1]
@@ -214,7 +258,61 @@ class LatentAdapter:
         return latent_lib.expand_values(o_BNC[:, :, None], up_value)[:, :, 0]
 
 
-class ResidualAdapter:
+class Rotating:
+    """Queries of unrotated keys' latents under RoPE; a subclass sets these attributes.
+
+    inputs, plan, head_tiles, H, S; `query` [B, 1, N, H], rotated to its own position.
+    """
+
+    def expand_of_heads(self) -> jax.Array:
+        """Returns the rows of the latents that a query head reads, [N, slabs · 64, H]."""
+        raise NotImplementedError
+
+    def by_slab(self, x_NRH: jax.Array) -> jax.Array:
+        """Returns rows [.., N, slabs · 64, H] by slab, then head: [.., g, slabs · r, 64, H]."""
+        *lead, _, _, H = x_NRH.shape
+        plan, slabs_of_head = self.plan, len(self.plan.rotated) // self.plan.heads
+        dims = self.head_tiles, plan.heads, plan.group_size, slabs_of_head, ROWS, H
+        x_gkrsRH = x_NRH.reshape(*lead, *dims)
+        return jnp.swapaxes(x_gkrsRH, -4, -3).reshape(*lead, self.head_tiles, -1, ROWS, H)
+
+    def rotated_arrays(self, split: int, dtype: jnp.dtype) -> dict[str, jax.Array]:
+        """Returns queries rotated by minus each split's start, and factors of the RoPE table."""
+        base, H = self.inputs.rope_base, self.H
+        starts_1X = np.arange(0, self.S, split, dtype=np.int32)[None]
+        cos, sin = rope.rotary(starts_1X, H, base)
+        B, _, N, _ = self.query.shape
+        q_BXNH = jnp.broadcast_to(self.query, (B, starts_1X.size, N, H))
+        q_BXNH = rope.rotate(q_BXNH.astype(jnp.float32), rope.Rotary(cos, -sin))
+        q_BXgnH = q_BXNH.reshape(B, -1, self.head_tiles, N // self.head_tiles, H)
+        cosine_FE, sine_FE, table_Es = self.basis(split)
+        basis_HE = jnp.asarray(np.concatenate([cosine_FE, -sine_FE]), dtype)
+        expand = self.inputs.expand_key
+        if self.plan.own_expand:
+            expand = self.by_slab(self.expand_of_heads())
+        return dict(
+            rotated_query=pad_halves(q_BXgnH, axis=-1),
+            expand=pad_halves(expand.reshape(-1, H).astype(dtype), axis=-1),
+            basis=pad_halves(basis_HE, axis=0),
+            table=jnp.asarray(table_Es.T, jnp.float32),
+        )
+
+    def basis(self, split: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Returns `rope.basis` of a split, E padded to 64: cosines and sines [H/2, E], [E, split].
+
+        Raises:
+          ValueError: a split whose table has a higher rank.
+        """
+        left_HE, right_Es = rope.basis(self.H, self.inputs.rope_base, split, _TOLERANCE)
+        missing = ROWS - left_HE.shape[1]
+        if missing < 0:
+            allowed = f"at most {self.max_split} with RoPE base {self.inputs.rope_base}"
+            raise ValueError(f"split = {split}: {allowed}")
+        cosine_FE, sine_FE = np.split(np.pad(left_HE, ((0, 0), (0, missing))), 2)
+        return cosine_FE, sine_FE, np.pad(right_Es, ((0, missing), (0, 0)))
+
+
+class ResidualAdapter(Rotating):
     """LRKV: a base that all heads of a program share, and a residual per KV head.
 
     Without RoPE the query is absorbed into rank space once (LRKV eq. 3). Under RoPE the query in
@@ -224,8 +322,11 @@ class ResidualAdapter:
     ROTATED_TILE_KV.
     """
 
+    expands = False
+    most_columns = COLUMNS  # query heads of a program, unless one KV head has more
+
     def __init__(self, inputs: ResidualInputs, cache: Cache):
-        self.inputs, self.N = inputs, inputs.query.shape[2]
+        self.inputs, self.N, self.query = inputs, inputs.query.shape[2], inputs.residual_query
         J, self.H, self.S = cache["base_key"].shape[1:]
         self.Hv = cache["base_value"].shape[2]
         self.K, self.R = inputs.expand_key.shape[:2]
@@ -233,7 +334,7 @@ class ResidualAdapter:
         heads_per_base, group = self.K // J, self.N // self.K
         # A program reads the base once for k KV heads: the largest divisor that fits the columns.
         divisors = [k for k in range(1, heads_per_base + 1) if heads_per_base % k == 0]
-        k = max(k for k in divisors if k * group <= max(COLUMNS, group))
+        k = max(k for k in divisors if k * group <= max(self.most_columns, group))
         self.head_tiles = self.K // k
         self.rotated = inputs.rope_base is not None
         self.tile_kv = ROTATED_TILE_KV if self.rotated else TILE_KV
@@ -252,53 +353,106 @@ class ResidualAdapter:
             group_size=group,
             columns=_padded(k * group),
             scale=inputs.scale,
-            basis_slots=2 * -(-self.H // (2 * ROWS)) if self.rotated else 0,
+            basis_slots=_basis_slots(self.H) if self.rotated else 0,
         )
 
     def arrays(self, split: int) -> dict[str, jax.Array]:
         inputs, plan, g = self.inputs, self.plan, self.head_tiles
         if inputs.prepared is not None:  # under RoPE alone
-            return dict(query=inputs.prepared) | self._rotated_arrays(split, inputs.prepared.dtype)
+            return dict(query=inputs.prepared) | self.rotated_arrays(split, inputs.prepared.dtype)
         q_BgkrH = _by_head_tile(inputs.query.astype(jnp.bfloat16), self.K, plan.heads)
         shared_BgHn = jnp.swapaxes(
             q_BgkrH.reshape(-1, g, plan.heads * plan.group_size, self.H), 2, 3
         )
         query = _in_slabs(shared_BgHn, plan.columns)
         if self.rotated:
-            return dict(query=query) | self._rotated_arrays(split, query.dtype)
+            return dict(query=query) | self.rotated_arrays(split, query.dtype)
         q_BgkrH = _by_head_tile(inputs.residual_query, self.K, plan.heads).astype(jnp.float32)
         expand_gkRH = inputs.expand_key.reshape(g, -1, self.R, self.H).astype(jnp.float32)
         u_BgkrR = jnp.einsum("BgkrH,gkRH->BgkrR", q_BgkrH, expand_gkRH)  # LRKV eq. 3
         private = _in_slabs(_block_diagonal(u_BgkrR).astype(query.dtype), plan.columns)
         return dict(query=jnp.concatenate([query, private], axis=2))
 
-    def _rotated_arrays(self, split: int, dtype: jnp.dtype) -> dict[str, jax.Array]:
-        """Returns queries rotated by minus each split's start, and factors of the RoPE table."""
-        base, H = self.inputs.rope_base, self.H
-        starts_1X = np.arange(0, self.S, split, dtype=np.int32)[None]
-        cos, sin = rope.rotary(starts_1X, H, base)
-        B, _, N, _ = self.inputs.residual_query.shape
-        q_BXNH = jnp.broadcast_to(self.inputs.residual_query, (B, starts_1X.size, N, H))
-        q_BXNH = rope.rotate(q_BXNH.astype(jnp.float32), rope.Rotary(cos, -sin))
-        q_BXgnH = q_BXNH.reshape(B, -1, self.head_tiles, N // self.head_tiles, H)
-        left_HE, right_Es = rope.basis(H, base, split, _TOLERANCE)
-        if left_HE.shape[1] > ROWS:
-            raise ValueError(f"split = {split}: at most {self.max_split} with RoPE base {base}")
-        missing = ROWS - left_HE.shape[1]
-        cosine_FE, sine_FE = np.split(np.pad(left_HE, ((0, 0), (0, missing))), 2)
-        basis_HE = jnp.asarray(np.concatenate([cosine_FE, -sine_FE]), dtype)
-        return dict(
-            rotated_query=_pad_halves(q_BXgnH, axis=-1),
-            expand=_pad_halves(self.inputs.expand_key.reshape(-1, H).astype(dtype), axis=-1),
-            basis=_pad_halves(basis_HE, axis=0),
-            table=jnp.asarray(np.pad(right_Es, ((0, missing), (0, 0))).T, jnp.float32),
-        )
+    def expand_of_heads(self) -> jax.Array:
+        return jnp.repeat(self.inputs.expand_key, self.plan.group_size, axis=0)
 
     def finish(self, o_BNV: jax.Array) -> jax.Array:
         return o_BNV
 
 
+class FactoredAdapter(Rotating):
+    """Low-rank latents in place of keys, values or both, without a base.
+
+    A program reads as many latents as fill whole slabs, and attends for all their query heads.
+    Under RoPE every one of these has a query in rank space for each slab, with zeros for the
+    latents of other heads (`Plan.own_expand`).
+    """
+
+    expand = None
+
+    def __init__(self, inputs: FactoredInputs, cache: Cache):
+        self.inputs, self.N, self.query = inputs, inputs.query.shape[2], inputs.query
+        self.H, self.expands = inputs.query.shape[3], inputs.expand_value is not None
+        (keys, R, self.S), (values, V) = cache["key"].shape[1:], cache["value"].shape[1:3]
+        latents = min(keys, values)  # whole keys or values are as many as KV heads
+        per_key, per_value = keys // latents, values // latents
+        at_once = ROWS // math.gcd(ROWS, per_key * R, per_value * V)
+        self.refusal = None
+        if latents % at_once:
+            dims = f"R = {R} of keys and {V} of values"
+            self.refusal = f"needs {at_once} latents of {dims} at a time: here {latents}"
+        self.head_tiles = max(latents // at_once, 1)
+        self.keys, self.values = at_once * per_key, at_once * per_value  # of a program
+        self.rotated = inputs.rope_base is not None and inputs.expand_key is not None
+        self.tile_kv = ROTATED_TILE_KV if self.rotated else TILE_KV
+        self.max_split = _max_split(self.H, inputs.rope_base) if self.rotated else rope.MAX_POSITION
+        key_slabs, columns = slabs("key", self.keys * R), self.N // self.head_tiles
+        scaled = inputs.expand_key is not None
+        self.plan = Plan(
+            keys=() if self.rotated else key_slabs,
+            rotated=key_slabs if self.rotated else (),
+            values=slabs("value", self.values * V),
+            heads=1,
+            group_size=columns,
+            columns=_padded(columns),
+            scale=inputs.scale,
+            basis_slots=_basis_slots(self.H) if self.rotated else 0,
+            scales=len(inputs.expand_key) // self.head_tiles if scaled else 0,
+            own_expand=self.rotated,
+        )
+
+    def arrays(self, split: int) -> dict[str, jax.Array]:
+        if self.rotated:
+            return self.rotated_arrays(split, jnp.bfloat16)
+        q_B1NR, expand = self.query, self.inputs.expand_key
+        if expand is not None:  # thin keys, eq. 12
+            q_BKrH = _by_head_tile(q_B1NR, len(expand), len(expand))[:, 0].astype(jnp.float32)
+            u_BKrR = jnp.einsum("BKrH,KRH->BKrR", q_BKrH, expand.astype(jnp.float32))
+            q_B1NR = u_BKrR.reshape(len(q_B1NR), 1, self.N, -1)
+        keys = self.keys * self.head_tiles
+        q_BgkrR = _by_head_tile(q_B1NR.astype(jnp.bfloat16), keys, self.keys)
+        return dict(query=_in_slabs(_block_diagonal(q_BgkrR), self.plan.columns))
+
+    def expand_of_heads(self) -> jax.Array:
+        expand_KRH = self.inputs.expand_key
+        expand_NRH = jnp.repeat(expand_KRH, self.N // len(expand_KRH), axis=0)
+        head_N = np.arange(self.N) * self.keys * self.head_tiles // self.N % self.keys
+        own_Nk = jnp.asarray(head_N[:, None] == np.arange(self.keys)[None], expand_NRH.dtype)
+        expand_NkRH = own_Nk[:, :, None, None] * expand_NRH[:, None]
+        return expand_NkRH.reshape(self.N, -1, self.H)
+
+    def finish(self, o_BNR: jax.Array) -> jax.Array:
+        o_BNR = _own_channels(o_BNR, self.head_tiles, self.values)
+        if self.inputs.expand_value is None:
+            return o_BNR
+        expand_KRV = self.inputs.expand_value.astype(jnp.float32)
+        B, N, R = o_BNR.shape
+        o_BKrR = o_BNR.reshape(B, len(expand_KRV), -1, R).astype(jnp.float32)
+        return jnp.einsum("BKrR,KRV->BKrV", o_BKrR, expand_KRV).reshape(B, N, -1)
+
+
 ADAPTERS = {
+    FactoredInputs: FactoredAdapter,
     GroupedInputs: GroupedAdapter,
     LatentInputs: LatentAdapter,
     ResidualInputs: ResidualAdapter,
@@ -317,7 +471,12 @@ def _max_split(H: int, base: float) -> int:
     raise AssertionError("128 tokens have a table of rank 52 at most")
 
 
-def _pad_halves(x: jax.Array, axis: int) -> jax.Array:
+def _basis_slots(H: int) -> int:
+    """Returns the ring slots of the RoPE basis, whose halves are padded to slabs."""
+    return 2 * -(-H // (2 * ROWS))
+
+
+def pad_halves(x: jax.Array, axis: int) -> jax.Array:
     """Pads the halves (first and second channels of RoPE's pairs) to multiples of 64 channels."""
     halves = jnp.split(x, 2, axis=axis)
     missing = -halves[0].shape[axis] % ROWS
@@ -332,6 +491,16 @@ def _by_head_tile(q_B1NH: jax.Array, K: int, k: int) -> jax.Array:
     """Groups query heads by head tile and KV head: [B, g, k, r, H]."""
     B, _, N, H = q_B1NH.shape
     return q_B1NH.reshape(B, K // k, k, N // K, H)
+
+
+def _own_channels(o_BNV: jax.Array, head_tiles: int, k: int) -> jax.Array:
+    """Returns the channels of each query head's own values, of the k that its program reads."""
+    B, N, _ = o_BNV.shape
+    if k == 1:
+        return o_BNV
+    o_BgkrkV = o_BNV.reshape(B, head_tiles, k, N // head_tiles // k, k, -1)
+    own_BgrVk = jnp.diagonal(o_BgkrkV, axis1=2, axis2=4)
+    return jnp.moveaxis(own_BgrVk, -1, 2).reshape(B, N, -1)
 
 
 def _padded(columns: int) -> int:

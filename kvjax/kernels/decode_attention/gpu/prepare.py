@@ -13,7 +13,7 @@ fewer per layer of MHA with it, nine per layer of LRKV (experiments/LOG.md). Rou
 model's: to bfloat16 after a norm, and again after RoPE.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import dataclasses
 import functools
 
@@ -23,7 +23,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
+from kvjax.kernels.decode_attention.cache_layouts import DecodeInputs, ResidualInputs
+from kvjax.kernels.decode_attention.gpu import attention, plans
 from kvjax.kernels.decode_attention.gpu.ring import ROWS
+from kvjax.layers.rope import Positions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,9 +52,71 @@ class Sizes:
     first: tuple[tuple[str, int], ...]
 
 
-def takes(H: int, Hv: int, R: int) -> bool:
-    """Returns True for heads whose halves, which RoPE pairs, are whole slabs of 64 channels."""
-    return H % (2 * ROWS) == 0 and Hv % ROWS == 0 and R % ROWS == 0
+def refusal(inputs: DecodeInputs, layer: Mapping[str, jax.Array], dtype: jnp.dtype) -> str | None:
+    """Returns why `prepare` does not take inputs that `attention.check` lets pass, or None.
+
+    Args:
+      inputs, layer: arrays or shapes.
+      dtype: of the layer's input.
+    """
+    residual = isinstance(inputs, ResidualInputs)
+    if attention.capability() == 8:
+        return "needs Hopper"
+    if dtype != jnp.bfloat16:
+        return f"takes activations in bfloat16, not {dtype}"
+    if residual and inputs.rope_base is None:
+        return "takes LRKV only if the residual is rotated"
+    H, Hv = (layer[name].shape[2] for name in ("base_key", "base_value"))
+    R = inputs.expand_key.shape[1] if residual else 0
+    if H % (2 * ROWS) or Hv % ROWS or R % ROWS:
+        return f"takes multiples of {2 * ROWS} channels of keys, {ROWS} of values and residuals"
+    return None
+
+
+def into_cache(
+    inputs: DecodeInputs,
+    layer: Mapping[str, jax.Array],
+    product_BE: jax.Array,
+    positions: Positions,
+    counts_B: jax.Array,
+    *,
+    expand_KRH: jax.Array | None,
+    epsilon: float | None,
+    first: tuple[tuple[str, int], ...],
+    decode_inputs: Callable[[jax.Array], DecodeInputs],
+) -> tuple[DecodeInputs, dict[str, jax.Array]]:
+    """Calls `prepare`; returns the decode inputs, with `prepared` set, and the cache.
+
+    Args:
+      inputs: decode inputs, as shapes.
+      positions: of the new tokens.
+      epsilon, first: see `Sizes`.
+      decode_inputs: returns decode inputs for queries [B, 1, N, H].
+      product_BE, layer, counts_B, expand_KRH: see `prepare`.
+    """
+    B, _, N, H = inputs.query.shape
+    adapter = plans.ADAPTERS[type(inputs)](inputs, layer)
+    sizes = Sizes(
+        N=N,
+        K=len(expand_KRH) if expand_KRH is not None else layer["base_key"].shape[1],
+        J=layer["base_key"].shape[1],
+        R=0 if expand_KRH is None else expand_KRH.shape[1],
+        H=H,
+        Hv=layer["base_value"].shape[2],
+        head_tiles=adapter.head_tiles,
+        columns=adapter.plan.columns,
+        epsilon=epsilon,
+        first=first,
+    )
+    rotary = positions.rotary
+    if rotary is not None:
+        rotary = tuple(jnp.broadcast_to(a[:, 0], (B, a.shape[-1])) for a in rotary)
+    new = positions.index[:, 0], counts_B, rotary, expand_KRH
+    prepared, layer = prepare(product_BE, layer, *new, sizes=sizes)
+    # [B, head tiles, slabs, columns, 64], whose first columns are a tile's own queries.
+    own = prepared[:, :, :, : N // adapter.head_tiles]
+    q_B1NH = jnp.moveaxis(own, 2, 3).reshape(B, 1, N, H)
+    return dataclasses.replace(decode_inputs(q_B1NH), prepared=prepared), layer
 
 
 @functools.partial(jax.jit, static_argnames=("sizes", "interpret"))

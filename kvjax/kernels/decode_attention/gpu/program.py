@@ -65,7 +65,8 @@ class Program:
         plan, ref, ring = self.plan, self.ref, self.ring
         b, split, head_tile = self.at
         # Queries [keys, columns, 64] and the basis [H, 64] first: everything else waits for them.
-        plgpu.copy_gmem_to_smem(ref["query"].at[b, head_tile], ref["queries"], ref["ready"])
+        if plan.keys:
+            plgpu.copy_gmem_to_smem(ref["query"].at[b, head_tile], ref["queries"], ref["ready"])
         free = ring.slots - plan.basis_slots
         basis = [ref["ring"].at[free + i] for i in range(plan.basis_slots)]  # [64, tile_kv = 64]
         for i, slot in enumerate(basis):
@@ -85,7 +86,9 @@ class Program:
             slab, r = lax.div(i, plan.group_size), lax.rem(i, plan.group_size)
             head = lax.div(slab, len(plan.rotated) // plan.heads)
             query = ref["rotated_query"].at[b, split, head_tile, head * plan.group_size + r]  # [H]
-            row = head_tile * plan.rotated[0].stride + slab * ROWS  # of expand [K·R, H]
+            row = head_tile * plan.rotated[0].stride + slab * ROWS  # of expand
+            if plan.own_expand:
+                row = (head_tile * len(plan.rotated) * plan.group_size + i) * ROWS
             rank_space.write_rank_query(i, query, ref["expand"], row, basis, ref["rank_queries"])
 
         # Stores to rank_queries -> the products of `add_rotated_scores`; and every warp has waited
@@ -120,6 +123,18 @@ class Program:
 
     def scores(self, t) -> jax.Array:
         """Returns the unscaled scores of a tile, [tile_kv, columns], in float32."""
+        plan, ring = self.plan, self.ring
+        if plan.keys:
+            z_sn = self.key_scores(t)
+        else:
+            zeros_sn = jnp.zeros((ring.tile_kv, plan.columns), jnp.float32)
+            z_sn = plgpu.layout_cast(zeros_sn, plgpu.Layout.WGMMA)
+        if plan.rotated:
+            z_sn = self.add_rotated_scores(t, z_sn)
+        return self.scaled(t, z_sn) if "scales" in self.ref else z_sn
+
+    def key_scores(self, t) -> jax.Array:
+        """Returns the scores of keys that are not rotated here, and releases those slabs."""
         plan, ring, queries = self.plan, self.ring, self.ref["queries"]
         last = len(plan.keys) - 1
 
@@ -137,9 +152,7 @@ class Program:
         z_sn = pl.run_scoped(products, plgpu.ACC((ring.tile_kv, plan.columns), jnp.float32))
         if last >= plan.keys_reused_as_values:
             ring.release(t, last)
-        if plan.rotated:
-            z_sn = self.add_rotated_scores(t, z_sn)
-        return self.scaled(t, z_sn) if "scales" in self.ref else z_sn
+        return z_sn
 
     def add_rotated_scores(self, t, z_sn: jax.Array) -> jax.Array:
         """Adds the scores of the residual keys, head by head, each in its own column.
@@ -174,10 +187,11 @@ class Program:
 
     def scaled(self, t, z_sn: jax.Array) -> jax.Array:
         """Multiplies the scores with the key_scale of their KV head, and loads tile t + 2's."""
-        slot, group = lax.rem(t, 2), self.plan.group_size
+        slot, heads = lax.rem(t, 2), self.plan.num_scales
+        group = self.plan.heads * self.plan.group_size // heads
         plgpu.barrier_wait(self.ref["scales_full"].at[slot])  # copy of tile t's scales -> the loads
         column_sn = _iota(z_sn.shape, 1)
-        for k in range(self.plan.heads):
+        for k in range(heads):
             scales = self.ref["scales"].at[slot, k]  # [tile_kv]
             scale_s = plgpu.load(scales, layout=plgpu.Layout.WGMMA.reduce(1))
             own_sn = (column_sn >= k * group) & (column_sn < (k + 1) * group)
@@ -195,7 +209,7 @@ class Program:
 
         @pl.when(t < self.ring.tiles)
         def _():
-            heads = pl.ds(head_tile * self.plan.heads, self.plan.heads)
+            heads = pl.ds(head_tile * self.plan.num_scales, self.plan.num_scales)
             tokens = pl.ds(self.ring.start + t * self.ring.tile_kv, self.ring.tile_kv)
             scales, full = self.ref["scales"].at[slot], self.ref["scales_full"].at[slot]
             plgpu.copy_gmem_to_smem(self.ref["key_scale"].at[b, heads, tokens], scales, full)

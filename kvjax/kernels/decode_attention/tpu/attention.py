@@ -20,6 +20,7 @@ from kvjax.cache.stripes import Stripes
 from kvjax.kernels.decode_attention import tuning
 from kvjax.kernels.decode_attention.cache_layouts import (
     DecodeInputs,
+    FactoredInputs,
     GroupedInputs,
     LatentInputs,
     ResidualInputs,
@@ -184,7 +185,7 @@ def _run(inputs, cache, first_B, origins, *, tile_kv, variant, **options):
 def candidates(inputs: DecodeInputs, cache: Cache) -> dict[str, tuple[int, ...]]:
     """Returns the values of each parameter that --tune combines; shapes round them down."""
     del inputs, cache
-    return {"tile_kv": (512, 1024, 2048), "score_tile": (256, 512), "splits": (1, 2)}
+    return {"tile_kv": (512, 1024, 2048, 4096), "score_tile": (256, 512), "splits": (1, 2)}
 
 
 def check(inputs: DecodeInputs, cache: Cache) -> None:
@@ -194,7 +195,7 @@ def check(inputs: DecodeInputs, cache: Cache) -> None:
         raise NotImplementedError(f"the TPU kernels take {takes}, not {here}: use 'xla'")
 
     if type(inputs) not in _KERNELS:
-        refuse("grouped, residual and latent caches", f"{inputs.kind(cache)}")
+        refuse("grouped, residual, factored and latent caches", f"{inputs.kind(cache)}")
     if inputs.bias is not None:
         refuse("logits without a bias by position", "one")
     if inputs.query.shape[1] != 1:
@@ -246,7 +247,7 @@ def _default_sizes(inputs: DecodeInputs, cache: Cache) -> dict[str, int]:
     256, then tile_kv to SHORTEST_TILE_KV, then both to 128.
     """
     S, chip = _capacity(cache), _chip()
-    rotates = isinstance(inputs, ResidualInputs) and inputs.rope_base is not None
+    rotates = inputs.rope_base is not None
     longest = 4096 if rotates else chip.longest_tile_kv
     tile_kv = _divisor(S, min(longest, max(SHORTEST_TILE_KV, S // 8)))
     score_tile = DEFAULT_SCORE_TILE
@@ -306,6 +307,14 @@ def _cached(inputs: DecodeInputs, cache: Cache, name: str) -> Cached:
     return Cached(cache[name], scale, inputs.query.dtype if scale is not None else None)
 
 
+def _keys_of_heads(query_B1NH: jax.Array, keys: Cached):
+    """Returns the operator for keys [B, K, H, S] of N query heads."""
+    K = keys.array.shape[1]
+    if query_B1NH.shape[2] == K:  # MHA: one query per key, head by head on the vector unit
+        return operators.VectorKeys(query_B1NH[:, 0], keys)
+    return operators.MatrixKeys(_by_group(query_B1NH, K), keys)
+
+
 def _values_of_heads(values: Cached, N: int, variant: Variant):
     """Returns the operator for values [B, K, V, S] of N query heads."""
     K = values.array.shape[1]
@@ -320,13 +329,8 @@ def _grouped(
     inputs: GroupedInputs, cache: Cache, tile_kv: int, variant: Variant, origins
 ) -> _Kernel:
     del tile_kv, origins
-    N, K = inputs.query.shape[2], cache["base_value"].shape[1]
-    keys = _cached(inputs, cache, "base_key")
-    if N == K:  # MHA: one query per key, head by head on the vector unit
-        keys = operators.VectorKeys(inputs.query[:, 0], keys)
-    else:
-        keys = operators.MatrixKeys(_by_group(inputs.query, K), keys)
-    values = _values_of_heads(_cached(inputs, cache, "base_value"), N, variant)
+    values = _values_of_heads(_cached(inputs, cache, "base_value"), inputs.query.shape[2], variant)
+    keys = _keys_of_heads(inputs.query, _cached(inputs, cache, "base_key"))
     component = Component(keys, values)
     return _Kernel([component], lambda o_BNV: o_BNV)
 
@@ -400,4 +404,42 @@ def _residual(
     return _Kernel([base, Component(keys, values_of_heads)], expand, delay_values=rotated)
 
 
-_KERNELS = {GroupedInputs: _grouped, LatentInputs: _latent, ResidualInputs: _residual}
+def _factored(
+    inputs: FactoredInputs, cache: Cache, tile_kv: int, variant: Variant, origins
+) -> _Kernel:
+    B, _, N, _ = inputs.query.shape
+    if inputs.rope_base is not None and inputs.expand_key is not None:
+        # BasisKeys on every chip: RotatingKeys has a table for each query head.
+        keys = operators.BasisKeys(
+            inputs.query[:, 0],
+            inputs.expand_key,
+            _cached(inputs, cache, "key"),
+            base=inputs.rope_base,
+            tile_kv=tile_kv,
+            origins=origins,
+        )
+    else:
+        query_B1NR = inputs.query
+        if inputs.expand_key is not None:  # absorbed once (thin keys, eq. 12)
+            expand_KRH = inputs.expand_key.astype(jnp.float32)
+            q_BKrH = _by_group(inputs.query, len(expand_KRH)).astype(jnp.float32)
+            query_B1NR = jnp.einsum("BKrH,KRH->BKrR", q_BKrH, expand_KRH).reshape(B, 1, N, -1)
+        keys = _keys_of_heads(query_B1NR, _cached(inputs, cache, "key"))
+
+    def expand(o_BNR: jax.Array) -> jax.Array:
+        if inputs.expand_value is None:
+            return o_BNR
+        expand_KRV = inputs.expand_value.astype(jnp.float32)
+        o_BKrR = o_BNR.reshape(B, len(expand_KRV), -1, o_BNR.shape[-1])
+        return jnp.einsum("BKrR,KRV->BKrV", o_BKrR, expand_KRV).reshape(B, N, -1)
+
+    component = Component(keys, _values_of_heads(_cached(inputs, cache, "value"), N, variant))
+    return _Kernel([component], expand, delay_values=isinstance(keys, operators.BasisKeys))
+
+
+_KERNELS = {
+    FactoredInputs: _factored,
+    GroupedInputs: _grouped,
+    LatentInputs: _latent,
+    ResidualInputs: _residual,
+}

@@ -95,7 +95,10 @@ def vmem_bytes(
     tile_kv: int,
     score_tile: int,
 ) -> int:
-    """Returns the VMEM that a kernel takes: inputs and outputs twice, scratch, one product."""
+    """Returns the VMEM that a kernel takes: inputs and outputs twice, scratch, one product.
+
+    And one KV head's values of a product, where they are transposed first.
+    """
     layout = Layout(
         components,
         heads=heads,
@@ -112,7 +115,11 @@ def vmem_bytes(
         total += 2 * _tiled_bytes(dims, x.array.dtype)
     for c in components:
         total += sum(_tiled_bytes(x.shape, x.dtype) for x in c.named("scratch").values())
-        total += 2 * _tiled_bytes(c.values.out_dims, jnp.float32) if c.values else 0
+        if c.values is not None:
+            total += 2 * _tiled_bytes(c.values.out_dims, jnp.float32)
+            if (name := c.values.copied) is not None:
+                values = c.named("inputs")[name].array
+                total += _tiled_bytes((score_tile, values.shape[-2]), c.values.dtype)
     total += 4 * score_tile * max(c.keys.product_rows for c in components)
     return total + _COMPILER_BYTES
 

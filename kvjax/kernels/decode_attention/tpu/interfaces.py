@@ -133,9 +133,11 @@ class Values:
       by_head: True if `accumulate` goes head by head.
       out_dims: shape of a sequence's output, refs["out"], of N·width elements.
       buffer_rows: rows of `row_buffer` that its sums occupy.
+      copied: name of the input that is copied, a KV head and a product's tokens at a time; None.
     """
 
     by_head = False
+    copied: str | None = None
 
     def __init__(
         self,

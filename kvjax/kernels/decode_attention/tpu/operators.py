@@ -4,7 +4,8 @@ Keys   `MatrixKeys`      all query heads of a group at once, on the matrix unit:
                          LRKV's base
        `VectorKeys`      head by head, on the vector unit: MHA, and LRKV's residual without RoPE,
                          where the query is absorbed into rank space (LRKV eq. 3)
-       `RotatingKeys`    LRKV's residual under RoPE: a query in rank space for every position
+       `RotatingKeys`    LRKV's residual and low-rank keys under RoPE: a query in rank space for
+                         every position
        `BasisKeys`       the same through a RoPE basis of 128 tokens, with fewer multiply-adds
 Values `MatrixValues`    all query heads of a group at once, on the matrix unit
        `VectorValues`    head by head, on the vector unit
@@ -113,7 +114,9 @@ class VectorKeys(Keys):
 
 
 class RotatingKeys(Keys):
-    """Rotated queries [B, N, H], factors [K, R, H] and latents [B, K, R, S] of unrotated keys.
+    """Rotated queries [B, N, H], factors [K', R, H] and latents [B, K, R, S] of unrotated keys.
+
+    K' is a multiple of K: KV heads may share latents.
 
     With channel pairs as complex numbers and a = conj(q) · expand, slot t has the score latent
     · Re(sum_j a_j e^{i t theta_j}): the query is rotated by minus the position, in rank space,
@@ -135,8 +138,9 @@ class RotatingKeys(Keys):
         self, query_BNH, expand_KRH, latents: Cached, *, base: float, tile_kv: int, origins
     ):
         self.N, H = query_BNH.shape[1:]
-        self.K, self.R = expand_KRH.shape[:2]
-        S, dtype = latents.array.shape[-1], latents.dtype
+        self.heads = len(expand_KRH)  # K'
+        _, self.K, self.R, S = latents.array.shape
+        dtype = latents.dtype
         q1, q2 = jnp.split(query_BNH.astype(jnp.float32), 2, axis=-1)
 
         def join(a, b):
@@ -152,8 +156,8 @@ class RotatingKeys(Keys):
         angles = jnp.stack([join(cos, cos), join(sin, -sin)], axis=1)
         inputs = {  # refs in the kernel
             "query": Input(query_B2NH, "sequence"),  # [1, 2, N, H]
-            "expand": Input(expand_KRH.astype(dtype), "all"),  # [K, R, H]
-            "swapped": Input(swapped_KRH.astype(dtype), "all"),  # [K, R, H]
+            "expand": Input(expand_KRH.astype(dtype), "all"),  # [K', R, H]
+            "swapped": Input(swapped_KRH.astype(dtype), "all"),  # [K', R, H]
             "angles": Input(angles, "tile"),  # [1, 2, H]
             **latents.inputs("keys"),  # [1, K, R, tile_kv]
         }
@@ -179,7 +183,7 @@ class RotatingKeys(Keys):
         refs["rotated"][0] = first_NH * cos + second_NH * sin
         refs["rotated"][1] = second_NH * cos - first_NH * sin
         for n in range(self.N):  # row by row: 3-d broadcasts over sublanes do not compile for v4
-            k, rows = n * self.K // self.N, pl.ds(self._first_row(n), self.R)
+            k, rows = n * self.heads // self.N, pl.ds(self._first_row(n), self.R)
             expand_RH, swapped_RH = (refs[x][k].astype(jnp.float32) for x in ("expand", "swapped"))
             first, second = refs["rotated"][0, n : n + 1, :], refs["rotated"][1, n : n + 1, :]
             rank_query_RH = first * expand_RH + second * swapped_RH
@@ -337,6 +341,7 @@ class MatrixValues(Values):
         self.K, V = values.array.shape[1:3]
         self.group, self.transposed, self.dtype = group, transposed, values.dtype
         self.name = "keys" if are_keys else "values"
+        self.copied = self.name if transposed else None
         super().__init__(
             {} if are_keys else values.inputs("values"),
             out_dims=(self.K, group, V),
