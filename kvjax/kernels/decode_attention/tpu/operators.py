@@ -294,7 +294,8 @@ def _basis(H: int, base, count: int, dtype: jnp.dtype) -> tuple[np.ndarray, np.n
     """Factors the tables of `count` consecutive runs of 128 slots, from slot 0 on.
 
     In bfloat16 a base of 10,000 has rank 32: the largest error of the table is then 1.5e-2, where
-    rounding it costs 2e-3, and that of outputs 6.2 thousandths of the largest instead of 3.6.
+    rounding it costs 2e-3, and that of outputs 6.2 thousandths of the largest instead of 3.6. Rank
+    48 has 4.0, but takes more bundles than `RotatingKeys` (v5e: 3.2 and 3.0; experiments/LOG.md).
 
     Args:
       dtype: of the queries in the basis; it sets the rank.
