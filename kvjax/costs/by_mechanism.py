@@ -89,7 +89,10 @@ class Setting:
 
 
 def _quantized_bytes(row: Row, bits: int) -> int | None:
-    """Returns the bytes of a token whose other fields are in bfloat16; None if rows are odd."""
+    """Returns the bytes per token of a quantised cache; None if the mechanism cannot have it.
+
+    Fields that are not quantised are in bfloat16. int4 needs rows of an even number of channels.
+    """
     try:
         return row.cache_bytes(jnp.dtype(DTYPES[0]), bits=bits)
     except UserError:

@@ -45,7 +45,8 @@ def cache_bytes_per_token(
     For LRKV this is eq. 5, plus 4 bytes per KV head for 1/rms if keys are normed.
 
     Args:
-      bits: of a quantised cache, with its scales (`kvjax.cache.quantized`); None: not quantised.
+      bits: bits per element of a quantised cache (`kvjax.cache.quantized`); None: not quantised.
+        Bytes of its scales are counted.
     """
     return sum(
         entry_bytes(quantized.entry_of(mechanism, bits), dtype) for mechanism in config.mechanisms

@@ -51,7 +51,7 @@ class Row:
         """Returns the cache bytes of a sequence of `tokens`.
 
         Args:
-          bits: of a quantised cache; None: not quantised. Indexers are not quantised.
+          bits: bits per element of a quantised cache; None: not quantised. Indexers never are.
         """
         total = 0
         for (mechanism, window), count in self.layers:

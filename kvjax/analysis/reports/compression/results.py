@@ -17,7 +17,7 @@ SMALL = 0.05  # a relative increase of perplexity up to this counts as small
 
 
 @dataclasses.dataclass(frozen=True)
-class Times:
+class PerplexityRatio:
     """The ratio of two perplexities over all texts.
 
     Attributes:
@@ -111,7 +111,7 @@ class Results:
 
     def relative_perplexity(
         self, method: Method, i: int, over: Method | None = None
-    ) -> Times | None:
+    ) -> PerplexityRatio | None:
         """Returns perplexity at the i-th rank, over the unmodified model's or another method's.
 
         Returns None if the model did not run with a method at that rank.
@@ -124,7 +124,7 @@ class Results:
         excess_BT = nats_BT.astype(np.float64) - base_BT
         error = excess_BT.std() / math.sqrt(excess_BT.size)
         mean = excess_BT.mean()
-        return Times(*map(math.exp, (mean, mean - _Z * error, mean + _Z * error)))
+        return PerplexityRatio(*map(math.exp, (mean, mean - _Z * error, mean + _Z * error)))
 
     def is_flat(self, matrix: str) -> bool:
         """Returns True if 90 % of the energy takes more than half of the possible components."""
