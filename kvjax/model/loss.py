@@ -225,7 +225,11 @@ def _slice(head_DV, softcap: float, x_tD, targets_t, weights_t=None):
     target_t = jnp.sum(jnp.where(is_target_tV, z_tV, 0), axis=-1)
     if softcap:
         slope_tV, slope_t = (1 - (z / softcap) ** 2 for z in (z_tV, target_t))
-    exp_tV = jax.lax.optimization_barrier((exp_tV * slope_tV).astype(dtype))
+    exp_tV = (exp_tV * slope_tV).astype(dtype)
+    # Without the barrier XLA keeps float32 logits on a TPU, and computes exp again in each product.
+    # On a GPU, whose products take no such work, it would only part two passes.
+    barrier = jax.lax.optimization_barrier
+    exp_tV = jax.lax.platform_dependent(exp_tV, cuda=lambda x: x, default=barrier)
     target_t = target_t - shift_t1[:, 0]
     sum_t = others_t + jnp.exp(target_t)
     nats_t = jnp.log(sum_t) - target_t
