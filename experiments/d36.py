@@ -1,4 +1,4 @@
-"""Every mechanism at the LRKV paper's d36: width 2304, 18 heads of 128, rank 64, latent 768."""
+"""Models of every mechanism at the LRKV paper's d36: width 2304, 18 heads, rank 64, latent 768."""
 
 from collections.abc import Callable
 

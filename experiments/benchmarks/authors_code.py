@@ -102,7 +102,7 @@ def compare(comparison: Comparison, arrays: Mapping[str, np.ndarray]) -> dict:
     """Returns differences of whole rows and of both caches from the authors' whole rows.
 
     Args:
-      found: arrays of `theirs.outputs`.
+      arrays: the arrays of `theirs.outputs`.
     """
     start = "weights/"
     weights = {n.removeprefix(start): w for n, w in arrays.items() if n.startswith(start)}

@@ -18,7 +18,7 @@ PRESSES = {
 def main(folder: str, questions_file: str) -> None:
     """Reads questions from a JSON file; prints a JSON line for each press and task.
 
-    A press evicts tokens once, after the whole prompt; the answer's tokens all stay.
+    A press evicts tokens once, after the whole prompt; all tokens of the answer are kept.
     """
     transformers.logging.disable_progress_bar()
     with open(questions_file) as file:

@@ -64,7 +64,7 @@ KINDS = {
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A task and how it is trained; `words` is the vocabulary."""
+    """A task, and the sizes of its training; `words` is the size of its vocabulary."""
 
     words: int
     length: int

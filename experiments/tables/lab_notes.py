@@ -1,4 +1,4 @@
-"""Target chips of the paper-scale configs, read from their docstrings (lab notes).
+"""Reads the target chips of the paper-scale configs from their docstrings (lab notes).
 
     Target: v5p:2x2x4 (16 chips).
     Also: v4:4x4x4 (64 chips, --config.mesh.data=4).
