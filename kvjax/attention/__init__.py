@@ -59,6 +59,11 @@ MECHANISMS = {
 }
 
 
+def kind_of(mechanism: MechanismConfig) -> str:
+    """Returns a mechanism's key of `MECHANISMS`: its config.attention.kind."""
+    return next(kind for kind, cls in MECHANISMS.items() if cls is type(mechanism))
+
+
 def family(mechanism: MechanismConfig) -> str:
     """Returns a mechanism's key of `foundation.theme.COLORS`; "" for one that is not listed."""
     if isinstance(mechanism, GroupedConfig):

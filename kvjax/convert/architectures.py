@@ -1,7 +1,7 @@
-"""Families of published models: config.json and tensors as kvjax's config and weights, and back.
+"""The table of supported families of published models, by model_type.
 
-A family of models with RMSNorm, RoPE and SwiGLU is one line of `FAMILIES`, its differences from
-Llama; `families` has the classes, `rules` the tensors.
+A family with RMSNorm, RoPE and SwiGLU is one entry of `FAMILIES` that lists its differences from
+Llama. `families` has the classes, `rules` the names of tensors.
 """
 
 from kvjax.convert import config_keys, rope_keys, rules as rules_lib, windows
@@ -62,7 +62,7 @@ FAMILIES: dict[str, Family] = dict(
         rules=rules_lib.phi3_rules(),
         window=windows.PHI,
         rope=rope_keys.PHI3,
-        ignored=frozenset({"original_max_position_embeddings"}),  # of longrope, which is refused
+        ignored=frozenset({"original_max_position_embeddings"}),  # for LongRoPE, which is refused
     ),
     gemma2=GemmaFamily(
         class_name="Gemma2ForCausalLM",
@@ -76,7 +76,7 @@ FAMILIES: dict[str, Family] = dict(
         softcap=0.0,
         window=windows.every(6, key="sliding_window_pattern"),
         rope=rope_keys.GEMMA3,
-        ignored=frozenset({"_sliding_window_pattern"}),  # transformers 5 writes what it read
+        ignored=frozenset({"_sliding_window_pattern"}),  # written by transformers 5 only
     ),
     deepseek_v2=DeepseekFamily(class_name="DeepseekV2ForCausalLM"),
     deepseek_v3=DeepseekFamily(class_name="DeepseekV3ForCausalLM"),
@@ -92,16 +92,14 @@ FAMILIES: dict[str, Family] = dict(
 )
 
 
-# Families of which every published model has experts.
+# Families whose published models all have experts.
 _EXPERTS = frozenset(
     "gpt_oss granitemoe llama4 llama4_text mixtral olmoe phimoe qwen2_moe qwen3_moe".split()
 )
 
 
 def family_of(c: PublishedConfig) -> Family:
-    """Returns the family of a config; raises a UserError for unknown families and unsupported
-    options.
-    """
+    """Returns the family of a config; raises a UserError if it or one of its keys is unknown."""
     kind = c.values.get("model_type")
     if isinstance(kind, str) and kind in _EXPERTS:
         raise c.error("model_type", "mixtures of experts (MoE) are not supported")

@@ -1,8 +1,8 @@
 """Keys of a published config.json that do not change the model.
 
-Every other key is refused unless the config's family reads it. transformers ignores keys that it
-does not know, so that a config may carry another family's keys under a known `model_type`. Names
-are taken from transformers' configuration classes (4.46 and 5.14) and from published configs.
+Every other key is refused unless the config's family reads it: transformers ignores unknown keys,
+so a config may have another family's keys under a known `model_type`. The names are from
+transformers' configuration classes (4.46 and 5.14) and from published configs.
 """
 
 from collections.abc import Mapping
@@ -47,7 +47,7 @@ _HARMLESS = frozenset(
 NEUTRAL = dict(
     activation=("swiglu",),  # Falcon 3, beside hidden_act
     add_cross_attention=(False,),
-    attention_bias=(False,),  # for families whose biases no key decides
+    attention_bias=(False,),  # in families that do not read it
     attn_output_gate=(False,),
     bias=(False,),
     embedding_multiplier=(1,),
@@ -71,7 +71,7 @@ NEUTRAL = dict(
 
 
 def changes_nothing(key: str, config: Mapping) -> bool:
-    """Returns True for a key that no model reads, or that has a neutral value here."""
+    """Returns True for a key that no model reads, or whose value in this config is neutral."""
     value = config[key]
     if key == "no_rope_layers":  # SmolLM3: 1 for a layer that RoPE rotates
         return isinstance(value, list) and bool(value) and all(layer == 1 for layer in value)

@@ -1,8 +1,8 @@
 """Digests that detect damaged weight files, of kvjax's exports and of downloads from a model hub.
 
-An export stores the BLAKE2b of every tensor in its file's metadata and of its other files in
+An export stores the BLAKE2b of every tensor in its file's metadata, and that of every other file in
 digests.json. The hub's client records a SHA-256 (Git's SHA-1 for small files): in its cache as the
-name of the blob that a link points to, in a folder as the etag of the download.
+name of the blob that a link points to, and in a folder as the download's etag.
 """
 
 from collections.abc import Mapping
@@ -45,7 +45,7 @@ def of_files(texts: Mapping[str, str]) -> str:
 
 
 def check_files(folder: epath.Path) -> None:
-    """Raises a UserError if a file differs from the folder's digests.json, if there is one."""
+    """Raises a UserError if the folder has a digests.json from which a file differs."""
     path = folder / FILE
     if not path.exists():
         return

@@ -1,12 +1,12 @@
-"""Classes of families of published models: config.json as kvjax's config, and back."""
+"""Families of published models: classes that translate config.json to kvjax's config and back."""
 
 from collections.abc import Mapping
 import dataclasses
 import math
 
-from kvjax.attention import MLAConfig
+from kvjax.attention import GroupedConfig, MLAConfig
 from kvjax.convert import config_keys, rope_keys, rules as rules_lib, windows
-from kvjax.convert.published_config import ConfigSections, make_mla_sections, make_sections
+from kvjax.convert.published_config import ConfigSections, make_sections
 from kvjax.convert.rope_keys import RopeKeys
 from kvjax.convert.rules import Rule
 from kvjax.convert.windows import WindowKeys
@@ -14,7 +14,7 @@ from kvjax.foundation.errors import UserError, warn
 from kvjax.model.config import BlockConfig, TransformerConfig
 from kvjax.published.config import PublishedConfig
 
-# Of norms of latents in transformers' DeepSeek, whatever rms_norm_eps says; vLLM takes the key.
+# Epsilon of latents' norms in transformers' DeepSeek, which ignores rms_norm_eps; vLLM reads it.
 LATENT_EPSILON = 1e-6
 
 
@@ -23,11 +23,13 @@ class Family:
     """Models of one `model_type`.
 
     Attributes:
-      class_name: transformers' class of its models.
+      class_name: name of the models' class in transformers.
       activations: kvjax's activations by their names in config.json; the family's default first.
-      prefix: of all tensor names but the head's; models saved without a head omit it.
+      rules: map tensors to weights.
+      prefix: start of all tensor names but the head's; models saved without a head omit it.
       buffers: regular expression of tensors that are not weights.
-      is_dense: keys and values are a projection per head, so that `huggingface` writes it.
+      is_dense: each head's keys and values are projections of the input, so that `huggingface` can
+        write the family.
     """
 
     class_name: str
@@ -47,14 +49,14 @@ class Family:
         raise NotImplementedError
 
     def config_json(self, model: TransformerConfig, context: int) -> dict:
-        """Returns the config.json nearest to a model; see `sections` for its meaning."""
+        """Returns the config.json closest to a model; the family may not express all keys."""
         raise NotImplementedError
 
     def _activation(self, c: PublishedConfig, key: str) -> str:
         return c.one_of(key, self.activations, next(iter(self.activations)))
 
     def _name_of(self, activation: str) -> str:
-        """Returns an activation's name in config.json; the family's default for others."""
+        """Returns an activation's name in config.json, or that of the default if it has none."""
         names = [name for name, own in self.activations.items() if own == activation]
         return names[0] if names else next(iter(self.activations))
 
@@ -88,9 +90,17 @@ class GPT2Family(Family):
             embedding_norm=False,
             logit_softcap=0.0,
         )
-        attention = dict(num_heads=heads, num_kv_heads=heads, key_dim=head_dim, value_dim=head_dim)
-        attention |= dict(qk_norm="none", bias=True)
-        return make_sections(block, attention, vocab_size=c.integer("vocab_size"), context=context)
+        mechanism = GroupedConfig(
+            num_heads=heads,
+            num_kv_heads=heads,
+            num_bases=heads,
+            rank=0,
+            key_dim=head_dim,
+            value_dim=head_dim,
+            qk_norm="none",
+            bias=True,
+        )
+        return make_sections(block, mechanism, vocab_size=c.integer("vocab_size"), context=context)
 
     def config_json(self, model: TransformerConfig, context: int) -> dict:
         del context  # equals max_positions, the rows of the position table
@@ -112,13 +122,14 @@ class LlamaFamily(Family):
     """Models with RMSNorm and RoPE; the defaults are Llama's.
 
     Attributes:
+      activation_key: key of config.json with the activation.
       qk_norm, norm_gain, norm_outputs, embedding_norm, out_bias: as in kvjax's config.
-      epsilon: default of rms_norm_eps.
-      bias: biases of queries, keys and values; None: the key attention_bias decides.
-      head_dim: default of the key; None: width / heads.
-      tied: default of tie_word_embeddings.
-      softcap: default of final_logit_softcapping; None: the family has no such key.
-      ignored: keys that change nothing, with RoPE as kvjax has it.
+      epsilon: default of the key rms_norm_eps.
+      bias: queries, keys and values have biases; None: the key attention_bias decides.
+      head_dim: default of the key head_dim; None: width / heads.
+      tied: default of the key tie_word_embeddings.
+      softcap: default of the key final_logit_softcapping; None: the family has no such key.
+      ignored: further keys, which change nothing.
       multipliers: config.json has Granite's factors.
     """
 
@@ -178,27 +189,30 @@ class LlamaFamily(Family):
             **self.rope.read(c, bool(window)),
             **self._more(c),
         )
-        attention = dict(
+        kv_heads = c.integer("num_key_value_heads", heads)
+        norm = {} if self.qk_norm == "none" else dict(norm_epsilon=epsilon)
+        mechanism = GroupedConfig(
             num_heads=heads,
-            num_kv_heads=c.integer("num_key_value_heads", heads),
+            num_kv_heads=kv_heads,
+            num_bases=kv_heads,
+            rank=0,
             key_dim=head_dim,
             value_dim=head_dim,
             qk_norm=self.qk_norm,
             bias=c.flag("attention_bias", False) if self.bias is None else self.bias,
             out_bias=self.out_bias,
             logit_scale=self._logit_scale(c, head_dim),
+            **norm,
         )
-        if self.qk_norm != "none":
-            attention |= dict(norm_epsilon=epsilon)
-        return make_sections(block, attention, vocab_size=c.integer("vocab_size"), context=context)
+        return make_sections(block, mechanism, vocab_size=c.integer("vocab_size"), context=context)
 
     def _more(self, c: PublishedConfig) -> dict:
-        """Returns BlockConfig's keys of Granite's factors."""
+        """Returns further keys of BlockConfig: Granite's factors."""
         named = _MULTIPLIERS.items() if self.multipliers else ()
         return {own: c.number(key, 1.0) for key, own in named}
 
     def _logit_scale(self, c: PublishedConfig, head_dim: int) -> float:
-        """Returns Granite's factor on logits; 0 if it is that of other families."""
+        """Returns Granite's factor on logits; 0 if it is the usual 1 / sqrt(head_dim)."""
         usual = head_dim**-0.5
         scale = c.number("attention_multiplier", 1.0) if self.multipliers else usual
         return 0.0 if is_close(scale, usual) else scale
@@ -261,7 +275,7 @@ class DeepseekFamily(Family):
         "num_key_value_heads q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim head_dim "
         "v_head_dim max_position_embeddings rms_norm_eps tie_word_embeddings hidden_act rope_theta "
         "rope_scaling rope_parameters rope_interleave first_k_dense_replace n_routed_experts "
-        # Read by experts, of which there are none.
+        # Keys of experts, which are refused.
         "moe_layer_freq moe_intermediate_size n_shared_experts num_experts_per_tok n_group "
         "topk_group topk_method scoring_func norm_topk_prob routed_scaling_factor aux_loss_alpha "
         "seq_aux ep_size num_nextn_predict_layers output_router_logits".split()
@@ -274,7 +288,7 @@ class DeepseekFamily(Family):
             raise c.error(
                 "first_k_dense_replace",
                 f"must be num_hidden_layers = {layers}: the layers from this one on are mixtures "
-                "of experts (MoE), which kvjax has not",
+                "of experts (MoE), which are not supported",
             )
         if c.integer("num_key_value_heads", heads) != heads:
             raise c.error("num_key_value_heads", f"must be num_attention_heads = {heads}")
@@ -284,7 +298,7 @@ class DeepseekFamily(Family):
         if epsilon != LATENT_EPSILON:
             raise c.error(
                 "rms_norm_eps",
-                f"must be {LATENT_EPSILON}: with another, norms of latents differ between "
+                f"must be {LATENT_EPSILON}: with another value, norms of latents differ between "
                 "transformers and vLLM",
             )
         block = BlockConfig(
@@ -310,8 +324,7 @@ class DeepseekFamily(Family):
             norm_epsilon=epsilon,
         )
         context = c.integer("max_position_embeddings")
-        vocab_size = c.integer("vocab_size")
-        return make_mla_sections(block, mechanism, vocab_size=vocab_size, context=context)
+        return make_sections(block, mechanism, vocab_size=c.integer("vocab_size"), context=context)
 
 
 GELUS = {  # "gelu" is the tanh approximation in kvjax
@@ -324,7 +337,7 @@ GELUS = {  # "gelu" is the tanh approximation in kvjax
 
 
 def _check_scale(c: PublishedConfig, head_dim: int) -> None:
-    """Raises a UserError if logits are scaled by another number than 1 / sqrt(head_dim)."""
+    """Raises a UserError if logits are scaled by anything but 1 / sqrt(head_dim)."""
     key, scale = "attention_multiplier", head_dim**-0.5
     if not is_close(c.number(key, scale), scale):
         raise unsupported_key(c, key)
@@ -358,7 +371,7 @@ def _head_dim(c: PublishedConfig, width: int, heads: int, width_key: str, heads_
 
 
 def unsupported_key(c: PublishedConfig, key: str) -> UserError:
-    """Returns the error for a key that no code reads, and that may change the model."""
+    """Returns the error for a key that kvjax does not read and that may change the model."""
     kind = c.values["model_type"]
     if key in config_keys.NEUTRAL:
         values = " or ".join(map(repr, config_keys.NEUTRAL[key]))

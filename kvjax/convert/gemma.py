@@ -19,7 +19,7 @@ _SCALE, _CAP, _BIDIRECTIONAL = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GemmaFamily(LlamaFamily):
-    """Models whose norms are on both sides of a half-block, with gains 1 + weight.
+    """Models that normalise inputs and outputs of attention and MLP, with gains 1 + weight.
 
     Attributes:
       attention_softcap: default of attn_logit_softcapping; 0: transformers ignores the key.

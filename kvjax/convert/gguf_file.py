@@ -22,7 +22,7 @@ from kvjax.published.config import PublishedConfig
 
 _, _LLAMA3_SPLIT, _QWEN2_SPLIT = PUBLISHED_SPLITS
 _FREQUENCIES = "rope_freqs.weight"  # divisors of RoPE's frequencies
-# Llama 3's: the divisors do not determine them.
+# Llama 3's further parameters, which the divisors do not determine.
 _SCALING = dict(low=1.0, high=4.0, original=8192)
 _NO_TENSOR = "(?!)"  # a pattern that never matches
 # Allowed values of RoPE's scaling keys: an absent type is linear, and a factor of 0 means 1.
@@ -55,7 +55,7 @@ _GPT2_KEYS = {
     "layer_norm_epsilon": "attention.layer_norm_epsilon",
     "n_positions": "context_length",
 }
-# By architecture; transformers' model_type has the same names.
+# By architecture, which has the same names as transformers' model_type.
 _KEYS = dict(gpt2=_GPT2_KEYS) | dict.fromkeys(("llama", "qwen2", "qwen3"), _LLAMA_KEYS)
 
 
@@ -63,8 +63,7 @@ class File:
     """A memory-mapped GGUF file; tensors are dequantised one at a time.
 
     Raises:
-      UserError: not a GGUF file, truncated, split into parts, of an unknown architecture or
-        quantisation.
+      UserError: see `gguf_header.read`; or the architecture or quantisation is unknown.
     """
 
     def __init__(self, path: epath.Path):
@@ -195,13 +194,14 @@ class File:
         """Returns the tokenizer in the format of `tokenizer.json`.
 
         Raises:
-          UserError: neither a byte-level BPE nor SentencePiece's, or an unknown pre-tokenizer.
+          UserError: the tokenizer is neither a byte-level BPE nor SentencePiece, or its
+            pre-tokenizer is unknown.
         """
 
         def get(key):
             return self.metadata.get(f"tokenizer.ggml.{key}")
 
-        # A byte-level BPE, or SentencePiece's.
+        # A byte-level BPE, or SentencePiece.
         one_of(f"{self.path}: tokenizer.ggml.model", get("model"), ("gpt2", "llama"))
         if get("model") == "llama":
             return self._sentencepiece(get)
@@ -239,10 +239,10 @@ class File:
         return backend.to_str()
 
     def _sentencepiece(self, get: Callable) -> str:
-        """Returns the tokenizer of pieces and scores (llama.cpp's "llama")."""
+        """Returns a tokenizer of SentencePiece, which llama.cpp calls "llama"."""
         try:
-            listed = zip(get("tokens"), get("scores"), get("token_type"), strict=True)
-            known = [pieces.Piece(text, score, pieces.Kind(kind)) for text, score, kind in listed]
+            rows = zip(get("tokens"), get("scores"), get("token_type"), strict=True)
+            known = [pieces.Piece(text, score, pieces.Kind(kind)) for text, score, kind in rows]
             while known and known[-1].text == f"[PAD{len(known) - 1}]":
                 known.pop()  # padding rows of the embedding are not tokens
             prefix = get("add_space_prefix")
@@ -273,9 +273,9 @@ def _shortest(value):
 
 
 def _pre_tokenizer(first: tokenizers.pre_tokenizers.PreTokenizer | None):
-    """Returns byte-level pre-tokenization after a first step.
+    """Returns a first step followed by byte-level pre-tokenization.
 
-    Words are split as in GPT-2, unless the first step splits them.
+    The latter splits words as in GPT-2, unless the first step splits them.
     """
     steps = tokenizers.pre_tokenizers
     splits_words = isinstance(first, steps.Split)

@@ -1,7 +1,7 @@
 """Reads SentencePiece vocabularies: the file `tokenizer.model`, and GGUF's pieces with scores.
 
-The format is sentencepiece_model.proto of google/sentencepiece; of it pieces, scores, kinds and the
-normalizer are read.
+The file's format is sentencepiece_model.proto of google/sentencepiece. Only the pieces with their
+scores and kinds, the algorithm and the normalizer are read.
 """
 
 import base64
@@ -31,7 +31,7 @@ class Kind(enum.IntEnum):
 
 
 class Piece(NamedTuple):
-    """A token; ids are positions in a list of pieces."""
+    """A token; its id is its position in a list of pieces."""
 
     text: str
     score: float
@@ -49,11 +49,11 @@ def tokenizer_json(
     """Returns the `tokenizer.json` that encodes as SentencePiece.
 
     Args:
-      has_prefix: a blank is put before a text.
-      is_trimmed: blanks around a text and runs of blanks are removed.
+      has_prefix: put a blank before a text.
+      is_trimmed: remove blanks around a text, and all but one blank of a run.
       normalization: a compiled table of SentencePiece; b"": none.
     """
-    # Blanks of user-defined pieces are found before blanks become "▁".
+    # User-defined pieces are found before blanks of the text become "▁".
     names = [p.text.replace(_BLANK, " ") if p.kind == Kind.USER_DEFINED else p.text for p in pieces]
     ids = {name: i for i, name in enumerate(names)}
     if len(ids) < len(names):
@@ -94,7 +94,7 @@ def tokenizer_json(
 
 
 def _merges(pieces: list[Piece]) -> list[list[str]]:
-    """Returns all pairs that make a piece, by the piece's score, the highest first."""
+    """Returns all pairs of pieces that join to a piece, in descending order of its score."""
     scores = {piece.text: piece.score for piece in pieces if piece.kind == Kind.NORMAL}
     ordered = sorted(scores, key=scores.get, reverse=True)
     splits = ((text[:i], text[i:]) for text in ordered for i in range(1, len(text)))
@@ -105,7 +105,7 @@ def read(path: epath.Path) -> str:
     """Returns a `tokenizer.model` in the format of `tokenizer.json`.
 
     Raises:
-      UserError: not such a file, or one of another algorithm than BPE and Unigram.
+      UserError: the file is damaged, or its algorithm is neither BPE nor Unigram.
     """
     try:
         fields = list(_fields(path.read_bytes()))

@@ -1,12 +1,12 @@
-"""A published model as kvjax's: its config, its parameters one layer at a time, its tokenizer.
+"""Reads a published model: its config, its parameters one layer at a time, its tokenizer.
 
     model = published.open("~/models/SmolLM2-135M")          # a Hugging Face folder
     model = published.open("~/models/SmolLM2-135M.gguf")     # or a GGUF file
     model = published.open("hf://HuggingFaceTB/SmolLM2-135M")    # or a model of the hub
-    model.config.transformer                                 # its config
+    model.transformer                                        # its config
     model.read(("segments", 0, "attention", "out"), 3)       # [N, H, D] of layer 3
 
-Opening reports every problem before data is read, except values that are not finite.
+`open` finds every problem before it reads data, except values that are not finite.
 """
 
 from collections.abc import Collection, Mapping
@@ -36,7 +36,8 @@ from kvjax.published import hub, source as source_lib
 from kvjax.published.config import PublishedConfig
 from kvjax.workdir.origin import CHAT_TEMPLATE, TOKENIZER_CONFIG, TokenFiles
 
-_SPARE_ROWS, _SPARE_SHARE = 1024, 0.05  # largest excess of embedding rows over tokens
+# Limit on embedding rows without a token: a number, or a share of all rows if that is more.
+_SPARE_ROWS, _SPARE_SHARE = 1024, 0.05
 
 
 class PublishedModel:
@@ -44,9 +45,9 @@ class PublishedModel:
 
     Attributes:
       name: name of the folder, or of the file without its suffix.
-      config: the published config as sections of kvjax's.
+      config: the published config as sections of kvjax's config.
       tokenizer_json: content of `tokenizer.json`.
-      chat_template: in Jinja, or None.
+      chat_template: the Jinja template, or None.
       token_files: special tokens as the source's files name them, see `tokens`.
 
     Args:
@@ -161,18 +162,18 @@ class PublishedModel:
         return self.config.model["num_layers"]
 
     def _names(self, rule: Rule, tensor: str = "") -> list[str]:
-        """Returns a rule's tensors, or its gains, in the order of the layers."""
+        """Returns the names of a rule's tensor, or of another one, in the order of the layers."""
         tensor = tensor or rule.tensor
         return [tensor.format(i=i) for i in range(self._layers if rule.in_block else 1)]
 
     def _dtype(self, path: Path) -> np.dtype:
         rule = self._rules[path]
-        if rule.gain:  # a product, which narrower dtypes would round
+        if rule.gain:  # narrower dtypes would round the product
             return np.dtype(np.float32)
         return dtype_of(self._tensors[name] for name in self._names(rule))
 
     def _check(self, source: epath.Path, family: Family) -> None:
-        """Raises a UserError unless tensors and dtypes are as the config describes."""
+        """Raises a UserError unless tensors have the names, shapes and dtypes of the config."""
         shapes = {}
         for rule in dict.fromkeys(self._rules.values()):
             weights = [self._stored[path] for path in rule.weights]
@@ -200,7 +201,7 @@ class PublishedModel:
             )
 
     def _copy_of_embedding(self, family: Family) -> str | None:
-        """Returns the name of the stored tensor of a tied head, if there is one."""
+        """Returns the name of a head that is stored although it is tied, or None."""
         heads = [rule.tensor for rule in family.rules if rule.weights == (("head",),)]
         tied = ("head",) not in self._weights
         return next((name for name in heads if tied and name in self._tensors), None)
@@ -210,8 +211,8 @@ def open(source: epath.PathLike) -> PublishedModel:
     """Opens a Hugging Face folder, a folder of the hub's cache, or a GGUF file.
 
     Raises:
-      UserError: no such model, missing or damaged files or files of different models, an
-        unsupported family or option, quantised weights (except in GGUF).
+      UserError: the model is missing, its files are missing, damaged or of different models, its
+        family or an option is unsupported, or its weights are quantised (except in GGUF).
     """
     if hub.is_name(source):
         path = hub.model("--source", os.fspath(source))
@@ -294,7 +295,7 @@ def text_of(path: epath.Path) -> str:
 
 
 def _rules(family: Family, tensors: Mapping) -> list[Rule]:
-    """Returns the family's rules; tensor names of a model saved without its head have no prefix."""
+    """Returns the family's rules, without its prefix if the model was saved without a head."""
     if any(name.startswith(family.prefix) for name in tensors):
         return list(family.rules)
     return [
@@ -322,8 +323,8 @@ def _with_added_rows(
 ) -> ConfigSections:
     """Returns a config whose embedding has a row for every added token of the tokenizer.
 
-    The published model never uses tokens without a row (such as padding). Their new rows are the
-    mean of the existing ones (`_append_mean_rows`), with a warning.
+    A token without a row, such as padding, is one that the published model never uses. It gets the
+    mean of the existing rows (`_append_mean_rows`), and a warning names it.
 
     Raises:
       UserError: a token without a row opens or ends a text, or the chat template writes it.
@@ -380,8 +381,7 @@ def check_tokenizer(source: epath.Path, tokenizer_json: str) -> None:
 def check_vocabulary(source: epath.Path, tokenizer_json: str, rows: int) -> None:
     """Raises a UserError for an unreadable tokenizer, or one that does not fit the embedding.
 
-    Published embeddings have spare rows, for alignment or in reserve: at most `_SPARE_ROWS`, or
-    `_SPARE_SHARE` of all rows if that is more. Says how many.
+    Published embeddings may have spare rows, which belong to no token; a message says how many.
     """
     backend = _parsed(source, tokenizer_json)
     tokens = 1 + max(backend.get_vocab().values(), default=-1)

@@ -2,8 +2,10 @@
 
 import dataclasses
 
-from kvjax.attention import MECHANISMS, GroupedConfig, MLAConfig
+from kvjax.attention import MECHANISMS
+from kvjax.attention.mechanism import MechanismConfig
 from kvjax.model.config import BlockConfig, TransformerConfig
+from kvjax.recipes import mechanisms
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,22 +21,14 @@ class ConfigSections:
     def transformer(self) -> TransformerConfig:
         keys = {k: v for k, v in self.attention.items() if k not in ("kind", "layer_ranks")}
         block = BlockConfig(**self.model)
-        mechanisms = (MECHANISMS[self.attention["kind"]](**keys),) * block.num_layers
-        return TransformerConfig(block=block, mechanisms=mechanisms, vocab_size=self.vocab_size)
+        mechanism = MECHANISMS[self.attention["kind"]](**keys)
+        by_layer = (mechanism,) * block.num_layers
+        return TransformerConfig(block=block, mechanisms=by_layer, vocab_size=self.vocab_size)
 
 
 def make_sections(
-    block: BlockConfig, attention: dict, *, vocab_size: int, context: int
+    block: BlockConfig, mechanism: MechanismConfig, *, vocab_size: int, context: int
 ) -> ConfigSections:
-    """Builds sections from keys of GroupedConfig: MHA, GQA or MQA without residuals."""
-    mechanism = GroupedConfig(num_bases=attention["num_kv_heads"], rank=0, **attention)
-    section = dict(kind="grouped", layer_ranks=()) | dataclasses.asdict(mechanism)
-    return ConfigSections(dataclasses.asdict(block), section, vocab_size, context)
-
-
-def make_mla_sections(
-    block: BlockConfig, mechanism: MLAConfig, *, vocab_size: int, context: int
-) -> ConfigSections:
-    """Builds sections of a model with MLA."""
-    section = dict(kind="mla") | dataclasses.asdict(mechanism)
-    return ConfigSections(dataclasses.asdict(block), section, vocab_size, context)
+    """Builds the sections of a model whose layers all have one mechanism."""
+    attention = mechanisms.section(mechanism)
+    return ConfigSections(dataclasses.asdict(block), attention, vocab_size, context)

@@ -1,4 +1,4 @@
-"""RoPE's keys of a published config, as transformers 4 and 5 write them."""
+"""Reads and writes RoPE's keys in published configs, in the forms of transformers 4 and 5."""
 
 from collections.abc import Callable
 import functools
@@ -23,11 +23,17 @@ _KEYS = frozenset(
 
 
 class RopeKeys(NamedTuple):
-    """A family's keys of RoPE."""
+    """How a family's config.json describes RoPE.
 
-    read: Callable[[PublishedConfig, bool], dict]  # BlockConfig's keys; True: layers have windows
-    write: Callable[[BlockConfig], dict]  # the family's
-    keys: frozenset[str] = frozenset()  # besides those of every family
+    Attributes:
+      read: returns keys of BlockConfig for a published config, given whether layers have windows.
+      write: returns keys of config.json.
+      keys: keys that are read besides those of every family.
+    """
+
+    read: Callable[[PublishedConfig, bool], dict]
+    write: Callable[[BlockConfig], dict]
+    keys: frozenset[str] = frozenset()
 
 
 def read(c: PublishedConfig, *, base: float = 10_000.0, yarn: bool = True) -> dict:
@@ -35,7 +41,7 @@ def read(c: PublishedConfig, *, base: float = 10_000.0, yarn: bool = True) -> di
 
     Args:
       base: default of rope_theta.
-      yarn: the family's YaRN is that of transformers' other families.
+      yarn: the type "yarn" means YaRN; False: it means LongRoPE, and is refused.
     """
     keys_by_name = {}  # name: (full key, value)
 
@@ -62,7 +68,7 @@ def read(c: PublishedConfig, *, base: float = 10_000.0, yarn: bool = True) -> di
         raise scaling.error(
             "rope_type",
             "is not supported: past original_max_position_embeddings tokens, all keys of a text "
-            "have other frequencies, those already cached too",
+            "change their frequencies, even those already cached",
         )
     if not yarn and scaling.values.get("rope_type") == "yarn":
         raise scaling.error("rope_type", "is not supported: this family's YaRN is LongRoPE")
@@ -74,7 +80,7 @@ def read(c: PublishedConfig, *, base: float = 10_000.0, yarn: bool = True) -> di
 
 
 def _scaling(scaling: PublishedConfig, kind: str) -> dict:
-    """Returns BlockConfig's keys of a scaling by their published names."""
+    """Returns BlockConfig's keys of a RoPE scaling."""
     if kind == "default":
         return {}
     factor = scaling.number("factor")
@@ -102,7 +108,7 @@ def _scaling(scaling: PublishedConfig, kind: str) -> dict:
 
 
 def _section(c: PublishedConfig, section: str) -> dict[str, tuple[str, object]]:
-    """Returns the non-null keys of a RoPE section: by name, the full key and the value."""
+    """Returns the full key and value, by name, of a RoPE section's keys that are not null."""
     values = {name: value for name, value in c.section(section).items() if value is not None}
     if any(isinstance(value, dict) for value in values.values()):
         raise c.error(section, "layers of this family do not differ in their angles")
@@ -124,14 +130,14 @@ def _section(c: PublishedConfig, section: str) -> dict[str, tuple[str, object]]:
 
 
 def write(block: BlockConfig) -> dict:
-    """Returns a config's keys of RoPE, for transformers 4 and 5."""
+    """Returns config.json's keys of RoPE, for transformers 4 and 5."""
     scaling = _written_scaling(block)
     angles = (scaling or dict(rope_type="default")) | dict(rope_theta=block.rope_base)
     return dict(rope_parameters=angles, rope_theta=block.rope_base, rope_scaling=scaling)
 
 
 def _written_scaling(block: BlockConfig) -> dict | None:
-    """Returns the published keys of a scaling; None for none."""
+    """Returns config.json's keys of a RoPE scaling, or None without one."""
     if block.rope_factor == 1 and block.rope_attention_factor == 1:
         return None
     scaling = dict(rope_type=block.rope_scaling, factor=block.rope_factor)
@@ -178,11 +184,13 @@ def _write_smollm3(block: BlockConfig) -> dict:
 def _read_by_type(
     c: PublishedConfig, has_window: bool, *, base: float, local_base: float, local_key: str
 ) -> dict:
-    """Returns RoPE of a family in which only layers without a window have the scaling.
+    """Returns BlockConfig's keys of a family in which layers with a window have their own base.
+
+    Only layers without a window have a scaling.
 
     Args:
-      base, local_base: defaults of layers without and with a window.
-      local_key: name of local_base in transformers 4; "": there it was rope_theta.
+      base, local_base: default bases of layers without and with a window.
+      local_key: key of the latter in transformers 4; "": rope_theta.
     """
     sections, local = c.section("rope_parameters"), None
     if sections:
@@ -203,7 +211,7 @@ def _read_by_type(
         if local != local_base:
             raise c.error(
                 "rope_theta",
-                f"transformers 4 and 5 give layers with a window another base, unless it is "
+                "transformers 4 and 5 differ in the base of layers with a window, unless it is "
                 f"{local_base:g}: give the bases in rope_parameters",
             )
     same = keys == dict(rope_base=local)

@@ -1,7 +1,7 @@
 """Rules that map tensors of a published model to weights, in both directions.
 
-A rule names a published tensor and the weights in it; `to_tensor` inverts `from_tensor`,
-except for GGUF's layout, which is only read.
+A rule names a published tensor and the weights in it. `to_tensor` inverts `from_tensor`, but does
+not write the layouts of GGUF and DeepSeek.
 """
 
 from collections.abc import Iterator, Sequence
@@ -40,7 +40,7 @@ class Weight:
 
 
 def weights_of(config: TransformerConfig) -> dict[Path, Weight]:
-    """Returns the weights of a model whose layers all have one shape, without computing any."""
+    """Returns shape and axes of each weight of a model whose layers all have one shape."""
     axes = parameters.axes(config)
 
     def of_layer(path, shape):
@@ -66,13 +66,11 @@ class Rule:
     interleaved: bool = False
     # RoPE rotates by -t·theta, as in nanochat, which equals swapping the halves of a head.
     reversed: bool = False
-    # DeepSeek's: heads have their channels of all weights one after the other; pairs (2i, 2i + 1)
-    # in the last weight alone; a tensor of gains on the inputs; a weight that only models with this
-    # tensor have.
-    by_head: bool = False
-    last_interleaved: bool = False
-    gain: str = ""
-    beside: tuple[Path, ...] = ()
+    # Layouts of DeepSeek:
+    by_head: bool = False  # the tensor has, head by head, the head's channels of all weights
+    last_interleaved: bool = False  # as `interleaved`, for the last weight only
+    gain: str = ""  # tensor of gains, to be multiplied into the matrix's inputs
+    beside: tuple[Path, ...] = ()  # further weights that a model with this tensor must have
 
     @property
     def in_block(self) -> bool:
@@ -181,10 +179,7 @@ def gpt2_rules() -> tuple[Rule, ...]:
 
 
 def llama_rules() -> tuple[Rule, ...]:
-    """Returns transformers' names for Llama and its relatives.
-
-    No model has all of these biases and norms.
-    """
+    """Returns transformers' names for Llama and its relatives, with the norms and biases of all."""
     layer = "model.layers.{i}."
     rules = [
         _rule("model.embed_tokens.weight", "embedding"),
@@ -202,7 +197,7 @@ def llama_rules() -> tuple[Rule, ...]:
 
 
 def olmo2_rules() -> tuple[Rule, ...]:
-    """Returns transformers' names for OLMo 2, whose norms are of outputs."""
+    """Returns transformers' names for OLMo 2, which normalises outputs instead of inputs."""
     layer = "model.layers.{i}."
     return (
         *(rule for rule in llama_rules() if not rule.tensor.endswith("_layernorm.weight")),
@@ -212,7 +207,7 @@ def olmo2_rules() -> tuple[Rule, ...]:
 
 
 def gemma_rules() -> tuple[Rule, ...]:
-    """Returns transformers' names for Gemma 2 and 3, with norms of inputs and of outputs."""
+    """Returns transformers' names for Gemma 2 and 3, which normalise inputs and outputs."""
     layer = "model.layers.{i}."
     return (
         *(rule for rule in llama_rules() if "post_attention" not in rule.tensor),
@@ -246,7 +241,11 @@ def nanochat_rules() -> tuple[Rule, ...]:
 
 
 def _projections(prefix: str, *, reversed: bool) -> Iterator[Rule]:
-    """Yields the rules of an attention's projections; see `Rule.reversed` for queries and keys."""
+    """Yields the rules of attention's projections.
+
+    Args:
+      reversed: `Rule.reversed` of queries and keys.
+    """
     for tensor, weight in (
         ("q_proj", _QUERY),
         ("k_proj", _KEY),
@@ -261,7 +260,7 @@ def _projections(prefix: str, *, reversed: bool) -> Iterator[Rule]:
 def deepseek_rules() -> tuple[Rule, ...]:
     """Returns transformers' names for DeepSeek-V2 and V3 without experts.
 
-    The gains of latents' norms are multiplied into the projections that follow them.
+    kvjax's norms of latents have no gains: they are multiplied into the projections that follow.
     """
     layer, mechanism = "model.layers.{i}.self_attn.", "attention.mechanism."
     of_llama = [rule for rule in llama_rules() if "self_attn" not in rule.tensor]

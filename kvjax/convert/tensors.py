@@ -17,7 +17,8 @@ from kvjax.foundation.text import listed
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}  # of weights
+# Dtypes that weights may have, by safetensors' names.
+DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 _PLAIN_NAME = re.compile(r"[^/.][^/]*$")
 
 
@@ -25,10 +26,10 @@ _PLAIN_NAME = re.compile(r"[^/.][^/]*$")
 class StoredTensor:
     """A tensor in a file, not read yet."""
 
-    path: epath.Path  # of the file
+    path: epath.Path  # the file
     name: str
     shape: tuple[int, ...]
-    dtype: str  # safetensors' name of it; weights must have one of `DTYPES`
+    dtype: str  # safetensors' name
     load: Callable[[], np.ndarray]
 
     def read(self) -> np.ndarray:
@@ -45,7 +46,7 @@ def check_finite(array: np.ndarray, name: str, advice: str) -> np.ndarray:
     """Returns the array; raises a UserError if a value is not finite.
 
     Args:
-      name: file and weight, the start of the message.
+      name: file and weight, for the start of the message.
       advice: end of the message.
     """
     non_finite = array.size - np.count_nonzero(np.isfinite(array))
@@ -156,7 +157,7 @@ def dtype_of(stored: Iterable[StoredTensor]) -> np.dtype:
 def check(
     source: epath.Path, tensors: Mapping[str, StoredTensor], shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Raises a UserError unless a source has exactly these tensors, in dtypes of weights."""
+    """Raises a UserError unless a source has exactly the tensors of `shapes`, in `DTYPES`."""
     for name in shapes:
         if name in tensors and tensors[name].dtype not in DTYPES:
             raise UserError(
@@ -182,5 +183,5 @@ def check(
 
 
 def json_object(path: epath.Path) -> dict:
-    """Returns the object of a JSON file; raises a UserError if there is none."""
+    """Returns the object in a downloaded JSON file; raises a UserError if it has none."""
     return json_text.read_object(path, "download it again")

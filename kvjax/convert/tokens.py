@@ -1,9 +1,8 @@
 """Added and special tokens of a published model.
 
-Added tokens are in tokenizer.json; in older and edited folders some are only in other files
-(`added`).
-Special tokens are kept as `origin.TokenFiles`: texts as in tokenizer_config.json, ids as in
-generation_config.json, which may list several that end a text.
+Added tokens are in tokenizer.json, but in older and edited folders some are only in other files
+(`added`). Special tokens are kept as `origin.TokenFiles`: texts as in tokenizer_config.json, ids as
+in generation_config.json, which may list several ids for the end of a text.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -71,10 +70,10 @@ def named_in_gguf(metadata: Mapping) -> set[str]:
 def added(folder: epath.Path) -> list[dict]:
     """Returns the added tokens of a folder's files other than tokenizer.json.
 
-    added_tokens.json has no flags, tokenizer_config.json has them.
+    Only tokens from tokenizer_config.json have flags.
 
     Raises:
-      UserError: a token without a text or an id.
+      UserError: a token has no text or no valid id.
     """
     path, decoder = folder / ADDED_TOKENS, _about(folder).get(_DECODER)
     listed = json_object(path) if path.exists() else {}
@@ -99,7 +98,7 @@ def completed(
       other_tokens: added tokens of other files; their flags take precedence.
 
     Raises:
-      UserError: ids that contradict tokenizer.json.
+      UserError: `other_tokens` contradict the ids of tokenizer.json.
     """
     try:
         definition = json.loads(tokenizer_json)
@@ -179,7 +178,7 @@ def _text(value) -> str | None:
 
 
 def _about(folder: epath.Path) -> dict:
-    """Returns tokenizer_config.json; without added tokens, merged with special_tokens_map.json."""
+    """Returns tokenizer_config.json, with special_tokens_map.json if it has no added tokens."""
     paths = (folder / TOKENIZER_CONFIG, folder / SPECIAL_TOKENS)
     about, special = (json_object(path) if path.exists() else {} for path in paths)
     return about if about.get(_DECODER) else about | special
@@ -201,7 +200,7 @@ def _token(path: epath.Path, text, i) -> dict:
 
 
 def _is_text(tokenizer_json: str, token: str, i: int) -> bool:
-    """Returns True if a token's text encodes to that token: ordinary text may contain it."""
+    """Returns True if ordinary text may contain a token: its text encodes to that token."""
     definition = json.loads(tokenizer_lib.parse(tokenizer_json).to_str())
     backend = tokenizer_lib.parse(json.dumps(sentence_pieces.at(definition, "inside")))
     return backend.encode(token, add_special_tokens=False).ids == [i]

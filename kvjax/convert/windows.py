@@ -1,4 +1,4 @@
-"""Sliding windows of published configs, by family."""
+"""Reads and writes the keys of sliding windows in published configs, by family."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -11,11 +11,17 @@ FULL, SLIDING = "full_attention", "sliding_attention"  # layer types
 
 
 class WindowKeys(NamedTuple):
-    """A family's keys of a sliding window."""
+    """How a family's config.json describes a sliding window.
 
-    read: Callable[[PublishedConfig], dict]  # BlockConfig's keys of a window
-    write: Callable[[BlockConfig], dict]  # the family's
-    keys: frozenset[str] = frozenset()  # besides those of every family
+    Attributes:
+      read: returns keys of BlockConfig for a published config.
+      write: returns keys of config.json.
+      keys: keys that are read besides those of every family.
+    """
+
+    read: Callable[[PublishedConfig], dict]
+    write: Callable[[BlockConfig], dict]
+    keys: frozenset[str] = frozenset()
 
 
 def layer_types(block: BlockConfig) -> list[str]:
@@ -24,7 +30,7 @@ def layer_types(block: BlockConfig) -> list[str]:
 
 
 def _window(window: int, kinds: Sequence[str]) -> dict:
-    """Returns BlockConfig's keys of a window in the layers of the sliding type."""
+    """Returns BlockConfig's keys of a window in the layers whose kind is SLIDING."""
     sliding = tuple(int(kind == SLIDING) for kind in kinds)
     if not window or not any(sliding):
         return {}
@@ -52,7 +58,7 @@ def _size(c: PublishedConfig) -> int:
 
 
 def _in_all_layers_if_given(c: PublishedConfig) -> dict:
-    """Returns Phi-3's sliding window, which has no default."""
+    """Returns Phi-3's sliding window, whose size has no default."""
     return _in_all_layers(c) if "sliding_window" in c.values else _without(c)
 
 
@@ -90,10 +96,10 @@ def _types(c: PublishedConfig, default: Sequence[str]) -> Sequence[str]:
 
 
 def _if_used(c: PublishedConfig, default: Callable[[int], str]) -> dict:
-    """Returns a window that counts with use_sliding_window alone.
+    """Returns the window of a family whose models have one only if use_sliding_window is true.
 
     Args:
-      default: type of a layer with a window, by index, if the config has no layer_types.
+      default: returns the type of layer i for a config without layer_types.
     """
     window = _size(c) if c.flag("use_sliding_window", False) else 0
     layers = range(c.integer("num_hidden_layers"))
@@ -106,7 +112,7 @@ def _if_used(c: PublishedConfig, default: Callable[[int], str]) -> dict:
 
 
 def _qwen(c: PublishedConfig) -> dict:
-    """Returns Qwen's sliding window: of the layers from max_window_layers on."""
+    """Returns Qwen's sliding window, by default in the layers from max_window_layers on."""
     first = c.get("max_window_layers", int, 28)
     return _if_used(c, lambda i: SLIDING if i >= first else FULL)
 
@@ -123,13 +129,13 @@ def _write_qwen(block: BlockConfig) -> dict:
 
 
 def _smollm3(c: PublishedConfig) -> dict:
-    """Returns SmolLM3's sliding window: of the layers without RoPE."""
+    """Returns SmolLM3's sliding window, by default in the layers without RoPE."""
     rotated = no_rope_layers(c)
     return _if_used(c, lambda i: FULL if rotated[i] else SLIDING)
 
 
 def no_rope_layers(c: PublishedConfig) -> list[int]:
-    """Returns 1 for each layer of a SmolLM3 with RoPE, 0 for one without."""
+    """Returns a 1 for each layer of a SmolLM3 with RoPE, and a 0 for each without."""
     key, layers = "no_rope_layers", c.integer("num_hidden_layers")
     if key not in c.values:
         interval = c.integer("no_rope_layer_interval", 4)
@@ -146,10 +152,10 @@ def _write_smollm3(block: BlockConfig) -> dict:
 
 
 def every(interval: int, *, key: str = "") -> WindowKeys:
-    """Returns the keys of families in which layers slide but every `interval`-th, by default.
+    """Returns the keys of families in which all but every `interval`-th layer have a window.
 
     Args:
-      key: of another interval; "": the family has none.
+      key: key of config.json that may give another interval; "": none.
     """
 
     def read(c: PublishedConfig) -> dict:
@@ -162,7 +168,7 @@ def every(interval: int, *, key: str = "") -> WindowKeys:
         return _window(window, kinds)
 
     def write(block: BlockConfig) -> dict:
-        # transformers makes masks of a window even if no layer has one: null would be an error.
+        # No null: transformers makes a mask for the window even if no layer has one.
         window = dict(sliding_window=block.window) if block.window else {}
         return window | dict(layer_types=layer_types(block))
 

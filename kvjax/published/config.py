@@ -1,4 +1,4 @@
-"""The keys of a published config.json, with errors that name the file, the key and the value."""
+"""The keys of a published config.json."""
 
 from collections.abc import Mapping
 
@@ -10,12 +10,12 @@ class PublishedConfig:
     """The keys of a published config; errors name the file, the key and the value.
 
     Args:
-      values: by transformers' keys; null counts as absent.
+      values: the config by transformers' keys; a key that is null counts as absent.
       source: the config's file, for messages.
-      names: names of keys in the file where they differ, for messages.
+      names: the file's own names of keys where they differ, for messages.
 
     Attributes:
-      nulls: keys whose value is null, for those whose absence has another meaning.
+      nulls: keys that are null, because null and absence mean different things in some keys.
     """
 
     def __init__(self, values: Mapping, source: str, names: Mapping[str, str] | None = None):

@@ -6,12 +6,12 @@ import numpy as np
 
 from kvjax.foundation.errors import UserError, first_line
 
-# Limit of values in a header; a vocabulary of 256K tokens with its merges has 2M.
+# Limit on values in a header; a vocabulary of 256K tokens with its merges has 2M.
 _MOST_VALUES = 1 << 22
 
 
 class _Reader(gguf.GGUFReader):
-    """The library's reader with bounds on counts, which it takes from the file unchecked."""
+    """The library's reader, with limits on the file's counts, which the library does not check."""
 
     _values = 0
 
@@ -26,10 +26,11 @@ class _Reader(gguf.GGUFReader):
 
 
 def read(path: epath.Path) -> tuple[dict, list[gguf.ReaderTensor]]:
-    """Returns metadata, and tensors that are mapped to memory.
+    """Returns the metadata by key, and the tensors, which are memory-mapped.
 
     Raises:
-      UserError: not a GGUF file, truncated, of the other byte order, split into parts, an adapter.
+      UserError: the file is no GGUF file, is damaged, has another machine's byte order, is one of
+        several parts, or holds an adapter.
     """
     try:
         reader = _Reader(path)
@@ -39,7 +40,9 @@ def read(path: epath.Path) -> tuple[dict, list[gguf.ReaderTensor]]:
             f"{path} is not a GGUF file, or is damaged ({first_line(error)}): download it again"
         ) from error
     if reader.byte_order != "I":
-        raise UserError(f"{path} is of the other byte order: convert the model again, here")
+        raise UserError(
+            f"{path} has another machine's byte order: convert the model again on this machine"
+        )
     if fields.get("split.count", 1) not in (0, 1):
         raise UserError(
             f"{path}: split.count = {fields['split.count']}: merge the parts first "

@@ -5,9 +5,9 @@
     hf://OWNER/NAME/FILE.gguf                        one file of a model
     hf://datasets/OWNER/NAME[@REVISION]/PATH         a file, folder or glob of a data set
 
-A branch is looked up once in a process. Files that the cache lacks are downloaded into it; without
-a network, or with HF_HUB_OFFLINE, the cache must have them. HF_HOME moves the cache, HF_ENDPOINT
-names another hub.
+A process looks up the commit of a branch once. Files that the cache lacks are downloaded into it;
+without a network, or with HF_HUB_OFFLINE, the cache must have them. HF_HOME moves the cache,
+HF_ENDPOINT names another hub.
 """
 
 from collections.abc import Iterator, Sequence
@@ -39,7 +39,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SECONDS = 10  # time limit of a request to the hub
 CONFIG = "config.json"
 _INDEX = "model.safetensors.index.json"
-# In the repository's top folder.
+# A model's files are in the repository's top folder.
 _MODEL_FILES = ("*.json", "*.jinja", "*.safetensors", "tokenizer.model")
 _SUBFOLDERS = "*/*"
 _WORDS = dict(model="model", dataset="data set")
@@ -47,7 +47,7 @@ _WORDS = dict(model="model", dataset="data set")
 
 @dataclasses.dataclass(frozen=True)
 class Name:
-    """A repository, and a path in it.
+    """A name of a repository, or of a path in it.
 
     Attributes:
       key: option or config key that holds the name, for messages.
@@ -64,7 +64,7 @@ class Name:
 
     @property
     def folder(self) -> epath.Path:
-        """Folder of the repository in the cache."""
+        """The repository's folder in the cache."""
         return _cache() / f"{self.kind}s--{self.repository.replace('/', '--')}"
 
     @property
@@ -81,7 +81,7 @@ class Name:
 
     @property
     def download(self) -> str:
-        """The command that downloads it."""
+        """The command that downloads the files."""
         words = ["hf", "download", self.repository]
         if self.kind == "dataset":
             words.append("--repo-type=dataset")
@@ -103,11 +103,11 @@ def parse(key: str, text: str, *, kind: str) -> Name:
     """Returns the parts of a name.
 
     Args:
-      key: the option or config key that holds it, for messages.
+      key: the option or config key that holds the name, for messages.
       kind: "model" or "dataset".
 
     Raises:
-      UserError: another form, or the other kind.
+      UserError: the name has another form, or is of the other kind.
     """
     check_text(key, text)
     match = _FORM.fullmatch(text)
@@ -128,7 +128,7 @@ def model(key: str, text: str) -> epath.Path:
     """Returns the folder of a model in the cache, or its GGUF file if the name has one.
 
     Raises:
-      UserError: no such model, or files that can neither be found nor downloaded.
+      UserError: there is no such model, or its files are neither in the cache nor downloadable.
     """
     name = parse(key, text, kind="model")
     if name.path:
@@ -152,17 +152,17 @@ def model(key: str, text: str) -> epath.Path:
 
 
 def config(key: str, text: str) -> epath.Path:
-    """Returns config.json of a model, the only file that is downloaded, or its GGUF file.
+    """Returns a model's config.json, which is downloaded alone, or its GGUF file from the cache.
 
     Raises:
-      UserError: see `model`; or a GGUF file that is not in the cache.
+      UserError: see `model`; or the GGUF file is not in the cache.
     """
     name = parse(key, text, kind="model")
     return _file(name, name.path or CONFIG, downloads=not name.path)
 
 
 def files(key: str, text: str, suffixes: Sequence[str]) -> epath.Path:
-    """Returns the path or glob in the cache of a data set's files, after downloading them.
+    """Downloads files of a data set; returns their path or glob in the cache.
 
     Args:
       suffixes: files of a folder or glob are downloaded if they end in one of these.
@@ -188,7 +188,7 @@ def files(key: str, text: str, suffixes: Sequence[str]) -> epath.Path:
 def _paths(
     client: types.ModuleType, name: Name, commit: str, suffixes: Sequence[str]
 ) -> Iterator[str]:
-    """Yields the paths in a repository of the files that a name stands for."""
+    """Yields the paths, in the repository, of the files that a name refers to."""
     pattern = name.path.split("/") if name.path else []
     first_glob = next((i for i, part in enumerate(pattern) if any(c in part for c in MAGIC)), None)
     if first_glob is None and name.path.lower().endswith(tuple(suffixes)):
@@ -210,7 +210,7 @@ def _paths(
 
 
 def _matches(parts: list[str], pattern: list[str]) -> bool:
-    """Returns True if a path matches a glob part by part; ** stands for any number of folders."""
+    """Returns True if a path matches a glob part by part; ** matches any number of folders."""
     if not pattern:
         return not parts
     if pattern[0] == "**":
@@ -239,7 +239,7 @@ def _file(name: Name, path: str, *, downloads: bool = True) -> epath.Path:
 
 
 def _missing(folder: epath.Path) -> list[str]:
-    """Returns files that a model's folder needs and lacks."""
+    """Returns the files that a model needs and its folder lacks."""
     missing = [CONFIG] if not (folder / CONFIG).exists() else []
     if not any((folder / each).exists() for each in ("tokenizer.json", "tokenizer.model")):
         missing.append("tokenizer.json")
@@ -259,10 +259,11 @@ def _cache() -> epath.Path:
 
 
 def _commit(name: Name) -> tuple[str, str]:
-    """Returns the commit of a name's revision, and why the hub is out of reach ("": it is not).
+    """Returns the commit of a name's revision, and why the hub is out of reach ("" if it is not).
 
     Raises:
-      UserError: no such repository or revision; or none in the cache while the hub is out of reach.
+      UserError: there is no such repository or revision, or the hub is out of reach and the cache
+        does not have it.
     """
     extras.require(name.text, "huggingface_hub")
     commit, offline = _looked_up(name.kind, name.repository, name.revision)
@@ -279,7 +280,7 @@ def _commit(name: Name) -> tuple[str, str]:
 
 @functools.cache
 def _looked_up(kind: str, repository: str, revision: str) -> tuple[str | Exception, str]:
-    """Asks the hub for the commit of a revision: (commit or refusal, why it is out of reach)."""
+    """Asks the hub for a revision's commit; returns (commit or refusal, why it is out of reach)."""
     import huggingface_hub
     from huggingface_hub import constants, errors
 
@@ -298,7 +299,7 @@ def _looked_up(kind: str, repository: str, revision: str) -> tuple[str | Excepti
 
 
 def _refusal(error: Exception, name: Name) -> str:
-    """Returns the problem with a name that the hub refuses."""
+    """Returns the message for a name that the hub refuses."""
     from huggingface_hub import errors
 
     if isinstance(error, errors.GatedRepoError):

@@ -9,7 +9,7 @@ from kvjax.foundation.text import listed
 
 _CONFIG, _ADAPTER = "config.json", "adapter_config.json"
 _HUB = "models--"  # prefix of a model's folder in the hub's cache: models--owner--name
-_HUB_CONTENTS = ("snapshots", "refs", "blobs")  # of a model's folder
+_HUB_CONTENTS = ("snapshots", "refs", "blobs")  # folders in a model's folder
 _CACHES = (".", "hub", "huggingface/hub")  # where the hub's cache may lie below a folder
 _FOLDER_FILES = (".safetensors", ".json", ".bin", ".pt", ".pth")
 
@@ -17,11 +17,11 @@ _FOLDER_FILES = (".safetensors", ".json", ".bin", ".pt", ".pth")
 def model_path(path: epath.Path) -> epath.Path:
     """Returns the folder with config.json, or the GGUF file, of the model at a path.
 
-    A model's folder in the hub's cache stands for its snapshot, the cache itself for its only
-    model, a folder with nothing but one GGUF file for that file.
+    The path may also be a model's folder in the hub's cache, the cache itself if it has one model,
+    or a folder whose only model is one GGUF file.
 
     Raises:
-      UserError: several models, none, or an adapter.
+      UserError: there are several models, none, or an adapter.
     """
     if not path.is_dir():
         if path.suffix in _FOLDER_FILES:
@@ -46,7 +46,7 @@ def model_path(path: epath.Path) -> epath.Path:
 
 
 def name(path: epath.Path) -> str:
-    """Returns a model's name: its folder or file, or the repository in the hub's cache."""
+    """Returns the name of a model's folder or file, or of its repository in the hub's cache."""
     if path.parent.name == "snapshots" and path.parent.parent.name.startswith(_HUB):
         return path.parent.parent.name.rpartition("--")[2]
     return path.name.removesuffix(".gguf")
@@ -62,7 +62,7 @@ def check_tokenizer_file(folder: epath.Path) -> None:
 
 
 def _in_hub(path: epath.Path) -> epath.Path:
-    """Returns the model's folder in the hub's cache for a path in or above it; else the path."""
+    """Returns the model's folder in the hub's cache if a path is in or above it; else the path."""
     absolute = epath.Path(os.path.abspath(path))
     if absolute.name in _HUB_CONTENTS and absolute.parent.name.startswith(_HUB):
         return absolute.parent

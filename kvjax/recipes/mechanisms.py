@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict, fields
 import functools
 
-from kvjax.attention import MECHANISMS, named
+from kvjax.attention import MECHANISMS, kind_of, named
 from kvjax.attention.mechanism import MechanismConfig
 from kvjax.attention.named import HEAD_DIM
 
@@ -17,7 +17,7 @@ _RANKS_BY_LAYER = ("grouped", "factored")  # kinds whose sections have the key `
 
 def section(config: MechanismConfig) -> dict:
     """Returns the attention section of a mechanism's config."""
-    kind = next(kind for kind, cls in MECHANISMS.items() if cls is type(config))
+    kind = kind_of(config)
     ranks = dict(layer_ranks=()) if kind in _RANKS_BY_LAYER else {}
     return dict(kind=kind) | ranks | asdict(config)
 

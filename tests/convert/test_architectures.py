@@ -351,7 +351,7 @@ REFUSED = [
     (GEMMA2, dict(query_pre_attn_scalar=-4), "query_pre_attn_scalar = -4: must be more than 0"),
     (OLMO3, dict(sliding_window=None), "must be a number: layers have a sliding window"),
     (OLMO3, dict(rope_parameters=YARN), "must have full_attention and sliding_attention"),
-    (OLMO3, dict(rope_theta=1e4), "rope_theta = 10000.0: transformers 4 and 5 give layers with a"),
+    (OLMO3, dict(rope_theta=1e4), "rope_theta = 10000.0: transformers 4 and 5 differ in the"),
     (
         OLMO3,
         dict(rope_parameters={FULL: YARN, SLIDING: YARN}),
