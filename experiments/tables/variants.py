@@ -11,7 +11,7 @@ import runpy
 import jax.numpy as jnp
 
 from kvjax import config as config_lib
-from kvjax.attention import MECHANISMS
+from kvjax.attention import kind_of
 from kvjax.config import Experiment
 from kvjax.costs import formulas
 from kvjax.foundation import command_line
@@ -93,14 +93,13 @@ def figures(run: Experiment) -> dict[str, str]:
 def _attention(run: Experiment) -> str:
     """Returns the mechanism's kind and the keys that differ from their defaults."""
     mechanism = run.model.mechanisms[0]
-    kind = next(kind for kind, cls in MECHANISMS.items() if cls is type(mechanism))
     keys = (
         f"{field.name} {getattr(mechanism, field.name)}"
         for field in dataclasses.fields(mechanism)
         if getattr(mechanism, field.name) != field.default
         and field.name not in ("num_heads", "value_dim")
     )
-    return f"{kind}: {', '.join(keys)}"
+    return f"{kind_of(mechanism)}: {', '.join(keys)}"
 
 
 def _against_mha(run: Experiment, parameters: int) -> str:

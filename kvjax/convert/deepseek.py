@@ -1,19 +1,18 @@
-"""Writes a model whose attention is MLA in substance as DeepSeek-V3, which keeps its cache small.
+"""Writes a model whose attention is mathematically MLA as DeepSeek-V3, so its cache stays small.
 
     c = g * norm(x W^DKV)    r = Rot(x W^KR)    k_n = [c W_n^UK, r]    v_n = c W_n^UV
 
 (DeepSeek-V2, arXiv 2405.04434, section 2.1). Engines cache c and r, C + P elements per token and
 layer. `deepseek_tensors` brings the maps of `latent_maps` into this form.
 
-Biases exist in transformers alone (`attention_bias`): of the projections to latents, of r and of
-the output.
+Only transformers supports biases (`attention_bias`): of the projections to latents, of the
+projection to r, and of the output.
 """
 
 from collections.abc import Iterator
 import dataclasses
 
 from kvjax.attention import (
-    MECHANISMS,
     FactoredConfig,
     GLAConfig,
     GroupedConfig,
@@ -22,6 +21,7 @@ from kvjax.attention import (
     MLAConfig,
     PaperMLAConfig,
     SharedKVConfig,
+    kind_of,
 )
 from kvjax.attention.mechanism import MechanismConfig
 from kvjax.convert import deepseek_tensors, huggingface, latent_maps
@@ -35,9 +35,9 @@ from kvjax.model.config import TransformerConfig
 
 CLASS = "DeepseekV3ForCausalLM"
 ENGINES = ("vllm", "vllm-cpu", "transformers")
-# C and P of kernels: vLLM's and SGLang's for GPUs, vLLM's for CPUs; transformers takes any.
+# C and P that kernels support: vLLM's and SGLang's on GPUs, vLLM's on CPUs; transformers any.
 _LATENTS, _ROPE = {"vllm": (256, 512), "vllm-cpu": (512,)}, 64
-_LARGEST_BASE = 1e38  # of RoPE, in float32
+_LARGEST_BASE = 1e38  # largest base of RoPE in float32
 
 
 def plan(model: LazyModel, dtype: str, engine: str = ENGINES[0]) -> ExportPlan:
@@ -45,18 +45,18 @@ def plan(model: LazyModel, dtype: str, engine: str = ENGINES[0]) -> ExportPlan:
 
     Args:
       dtype: safetensors' name of the tensors' dtype.
-      engine: "vllm" pads C and P to the sizes of its kernels (and SGLang's), "vllm-cpu" to those of
-        its kernels for CPUs; "transformers" pads nothing, and has an epsilon of its own in norms of
-        latents.
+      engine: "vllm" pads C and P to the sizes of vLLM's and SGLang's GPU kernels, "vllm-cpu" to
+        those of vLLM's CPU kernels; "transformers" pads nothing, and allows for transformers' own
+        epsilon in norms of latents.
 
     Raises:
-      UserError: the layout cannot express the model; names all keys that differ.
+      UserError: the layout cannot express the model; names all keys that prevent it.
     """
     config = model.transformer
     if reasons := list(_reasons(config, engine)):
         raise UserError(
-            f"{'; '.join(reasons)}: DeepSeek-V3 has nothing else; recipes.servable() has the keys "
-            "to train with"
+            f"{'; '.join(reasons)}: DeepSeek-V3 supports nothing else; recipes.servable() has the "
+            "keys to train with"
         )
     if dtype == "F16" and not all(map(latent_maps.has_normed_latent, config.mechanisms)):
         raise UserError(
@@ -108,7 +108,7 @@ _KINDS = dict(
 
 
 def _reasons(config: TransformerConfig, engine: str) -> Iterator[str]:
-    """Yields each key that DeepSeek's layout cannot express, with its value and what must be."""
+    """Yields each key that DeepSeek's layout cannot express, with its value and the allowed one."""
     block, rope = config.block, config.block.positions == "rope"
     for key, allowed in (_BLOCK | (_ROPE_KEYS if rope else {})).items():
         if getattr(block, key) != allowed:
@@ -125,8 +125,8 @@ def _reasons(config: TransformerConfig, engine: str) -> Iterator[str]:
 def _attention_reasons(
     mechanism: MechanismConfig, rope: bool, engine: str
 ) -> Iterator[tuple[str, object, str]]:
-    """Yields key, value and what must be."""
-    kind = next(name for name, cls in MECHANISMS.items() if cls is type(mechanism))
+    """Yields (key, value, allowed values) of each key of a mechanism that prevents an export."""
+    kind = kind_of(mechanism)
     if kind not in _KINDS:
         yield "kind", kind, f"one of {', '.join(_KINDS)}, with one latent that is normed as a whole"
         return
@@ -154,7 +154,7 @@ def _attention_reasons(
 
 
 def _rotated_reasons(mechanism: MechanismConfig) -> Iterator[tuple[str, object, str]]:
-    """Yields the keys with which each head has a rotated key of its own, or rotated values."""
+    """Yields the keys that give each head a rotated key of its own, or that rotate values."""
     heads = mechanism.key_heads
     without = "or config.model.positions = 'none', since one rotated key serves all heads"
     if isinstance(mechanism, SharedKVConfig):
@@ -176,9 +176,9 @@ def _rotated_reasons(mechanism: MechanismConfig) -> Iterator[tuple[str, object, 
 
 
 def _layout(config: TransformerConfig, engine: str) -> Layout:
-    """Returns the sizes of all layers: the largest C, zeros where a kernel needs more."""
-    found = [_sizes(config, mechanism) for mechanism, _ in config.layer_groups]
-    latent, first, mechanism = max(each.latent for each in found), found[0], config.mechanisms[0]
+    """Returns the sizes of all layers: the largest C, padded to what the engine supports."""
+    own = [_sizes(config, mechanism) for mechanism, _ in config.layer_groups]
+    latent, first, mechanism = max(each.latent for each in own), own[0], config.mechanisms[0]
     rope, biased_queries = first.rope, getattr(mechanism, "qk_bias", False)
     sizes, epsilon = _LATENTS.get(engine), config.block.norm_epsilon
     if sizes and (latent > sizes[-1] or rope > _ROPE):
@@ -190,11 +190,11 @@ def _layout(config: TransformerConfig, engine: str) -> Layout:
     if sizes:
         latent, rope = next(size for size in sizes if latent <= size), _ROPE
     else:
-        rope, epsilon = rope or 2, LATENT_EPSILON  # transformers takes no 0 channels
+        rope, epsilon = rope or 2, LATENT_EPSILON  # transformers does not support 0 channels
     layout = Layout(
         latent=latent,
         rope=rope,
-        # Flash attention pads values to the width of keys; kernels take no 0 channels.
+        # Flash attention pads values to the width of keys; kernels do not support 0 channels.
         content=max(first.content or _ROPE, first.value - rope),
         value=first.value,
         epsilon=epsilon,
@@ -203,33 +203,33 @@ def _layout(config: TransformerConfig, engine: str) -> Layout:
     )
     if (base := _rope_base(config, layout)) > _LARGEST_BASE:
         raise UserError(
-            f"--engine = {engine!r}: pads {first.rope} channels of a RoPE key to {_ROPE}, and "
-            f"float32 has no number for their base {base:.0e}: give more channels, or "
+            f"--engine = {engine!r}: pads {first.rope} channels of a RoPE key to {_ROPE}, whose "
+            f"base {base:.0e} is too large for float32: give more channels, or "
             "--engine=transformers"
         )
     return layout
 
 
 def _notes(config: TransformerConfig, layout: Layout, engine: str) -> tuple[str, ...]:
-    """Returns what the engines cache, and which of them compute the model."""
+    """Returns notes on what the engines cache, and on which of them compute the model exactly."""
     numbers = layout.latent + layout.rope
     size = f"{2 * numbers:,} bytes per token and layer in bfloat16"
-    found = [f"engines cache C = {layout.latent} and P = {layout.rope}, {size}"]
+    notes = [f"engines cache C = {layout.latent} and P = {layout.rope}, {size}"]
     own = [_sizes(config, mechanism) for mechanism, _ in config.layer_groups]
     latent, rope = max(each.latent for each in own), own[0].rope
     if (latent, rope) != (layout.latent, layout.rope):
-        found[0] += f", padded from C = {latent} and P = {rope}"
+        notes[0] += f", padded from C = {latent} and P = {rope}"
     if (epsilon := config.block.norm_epsilon) != LATENT_EPSILON:
         right, wrong = "vLLM and SGLang", "transformers"
         if engine == "transformers":
             right, wrong = wrong, right
-        found.append(
+        notes.append(
             f"rms_norm_eps = {epsilon}: right in {right}, wrong in {wrong}: transformers has "
             f"{LATENT_EPSILON} in norms of latents, whatever config.json says"
         )
     if layout.biases:
-        found.append("biases: transformers has them (attention_bias), vLLM and SGLang have not")
-    return tuple(found)
+        notes.append("biases: transformers has them (attention_bias), vLLM and SGLang have not")
+    return tuple(notes)
 
 
 def _sizes(config: TransformerConfig, mechanism: MechanismConfig) -> LatentSizes:
@@ -237,7 +237,7 @@ def _sizes(config: TransformerConfig, mechanism: MechanismConfig) -> LatentSizes
 
 
 def _rope_base(config: TransformerConfig, layout: Layout) -> float:
-    """Returns the base with which the first pairs of the padded key rotate as before."""
+    """Returns the RoPE base with which the padded key's first pairs keep their frequencies."""
     rope = _sizes(config, config.mechanisms[0]).rope or layout.rope
     return config.block.rope_base ** (layout.rope / rope)
 
@@ -268,7 +268,7 @@ def _config_json(model: LazyModel, layout: Layout) -> dict:
         rope_interleave=True,
         attention_bias=layout.biases,
         tie_word_embeddings=False,
-        # No layer has experts, but engines compute with their numbers.
+        # No layer has experts, but engines read these keys.
         first_k_dense_replace=block.num_layers,
         moe_layer_freq=1,
         moe_intermediate_size=block.mlp_dim,

@@ -1,12 +1,13 @@
 """Tensors of a model in DeepSeek-V3's layout, see `deepseek`.
 
-The maps of `latent_maps` take this form exactly, with one exception: a latent that kvjax does not
-norm. Weights so small that the norm's epsilon rules make the norm a constant, which its gain g
-undoes: norm(y) = y / sqrt(mean(y^2) + eps), and with mean(y^2) <= 2 DELTA eps the latent is x W
-times 1 - d, 0 <= d <= DELTA. The layer's input is normed, so that a factor on W bounds y for every
-text.
+The maps of `latent_maps` have this form exactly, except for a latent without a norm, for which
+DeepSeek's norm is cancelled. In norm(y) = y / sqrt(mean(y^2) + eps), small projections y make the
+root almost constant, and the norm's gain g undoes it: with mean(y^2) <= 2 DELTA eps the latent is
+x W times 1 - d, 0 <= d <= DELTA. A factor on W makes y that small for every text, because the
+layer's input is normalised.
 
-Queries have biases only through their latent: x and a constant, D + 1 channels.
+DeepSeek's queries have biases only in their latent, so biased queries get the latent (x, 1) of
+D + 1 channels.
 """
 
 from collections.abc import Callable
@@ -23,12 +24,12 @@ from kvjax.convert.latent_maps import LatentMaps
 from kvjax.convert.model import LazyModel
 from kvjax.model.config import TransformerConfig
 
-DELTA = 2.0**-20  # largest relative error of a latent whose norm is undone
+DELTA = 2.0**-20  # largest relative error of a latent whose norm is cancelled
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Sizes of the exported attention, which all layers share, and epsilon of latents' norms."""
+    """Sizes of the exported attention, equal in all layers, and the epsilon of latents' norms."""
 
     latent: int  # C
     rope: int  # P
@@ -47,7 +48,7 @@ def of_model(model: LazyModel, layout: Layout) -> dict[str, LazyTensor]:
     config = model.transformer
     block, vocabulary = config.block, config.vocab_size
     width, mlp = block.d_model, block.mlp_dim
-    found = {
+    tensors = {
         "model.embed_tokens.weight": LazyTensor((vocabulary, width), lambda: _embedding(model)),
         "model.norm.weight": LazyTensor((width,), lambda: _gain(model, "final_norm")),
         "lm_head.weight": LazyTensor((vocabulary, width), lambda: _head(model)),
@@ -58,7 +59,7 @@ def of_model(model: LazyModel, layout: Layout) -> dict[str, LazyTensor]:
         return _attention(model, layer, layout)
 
     def add(name: str, shape: tuple[int, ...], read: Callable, *arguments) -> None:
-        found[name] = LazyTensor(shape, functools.partial(read, *arguments))
+        tensors[name] = LazyTensor(shape, functools.partial(read, *arguments))
 
     for layer in range(block.num_layers):
         front = f"model.layers.{layer}."
@@ -70,16 +71,11 @@ def of_model(model: LazyModel, layout: Layout) -> dict[str, LazyTensor]:
         for name, own in _MLP.items():
             shape = (width, mlp) if own == "down" else (mlp, width)
             add(f"{front}mlp.{name}.weight", shape, _transposed, model, layer, own)
-    return found
-
-
-def _read(model: LazyModel, layer: int, *path: str) -> np.ndarray:
-    segment, index = model_lib.layer_of(model, layer)
-    return model.read(("segments", segment, *path), index)
+    return tensors
 
 
 def _transposed(model: LazyModel, layer: int, name: str) -> np.ndarray:
-    return _read(model, layer, "mlp", name).T
+    return model_lib.read_parameter(model, layer, "mlp", name).T
 
 
 def _gain(model: LazyModel, norm: str, layer: int | None = None) -> np.ndarray:
@@ -87,7 +83,9 @@ def _gain(model: LazyModel, norm: str, layer: int | None = None) -> np.ndarray:
     block = model.transformer.block
     if not block.norm_gain:
         return np.ones(block.d_model)
-    return model.read((norm, "gain")) if layer is None else _read(model, layer, norm, "gain")
+    if layer is None:
+        return model.read((norm, "gain"))
+    return model_lib.read_parameter(model, layer, norm, "gain")
 
 
 def _embedding(model: LazyModel) -> np.ndarray:
@@ -190,11 +188,11 @@ def _queries(
 def _biased_queries(
     query_DX: np.ndarray, bias_X: np.ndarray, gain_D: np.ndarray, layout: Layout
 ) -> dict[str, np.ndarray]:
-    """Returns tensors of queries whose latent is (x, 1), with a norm that does nothing."""
+    """Returns tensors of queries whose latent is (x, 1), with its norm cancelled."""
     width = len(query_DX)
     largest = np.linalg.norm([np.abs(gain_D).max() * math.sqrt(width), 1.0])
-    gain, factor = _undone_norm(largest, width + 1, layout)
-    # All weights of the latent are one number: a power of two, which no dtype rounds.
+    gain, factor = _cancelled_norm(largest, width + 1, layout)
+    # The latent's weights are 0 or this power of two, which no dtype rounds.
     exact = 2.0 ** math.floor(math.log2(factor))
     query_b = np.concatenate([query_DX, bias_X[None]]) * (factor / exact)
     return {
@@ -211,25 +209,25 @@ def _latent(
     """Returns the latent's projection [D, C], padded, and the gain of its norm.
 
     Args:
-      gain_D: of the norm of the layer's input.
+      gain_D: gain of the norm of the layer's input.
     """
     width, channels = down_DC.shape
     if latent_maps.has_normed_latent(mechanism):
-        # The mean is over more channels, and may have another epsilon: factors on W undo both.
+        # The padded norm has more channels and perhaps another epsilon: factors undo both.
         grow = math.sqrt(layout.latent / channels)
         gain = math.sqrt(width / channels) if mechanism.latent_scale else 1.0
         factor = grow * math.sqrt(layout.epsilon / mechanism.norm_epsilon)
         return _padded(down_DC * factor, layout.latent), gain / grow
     largest = (np.linalg.norm(gain_D[:, None] * down_DC, 2) or 1.0) * math.sqrt(width)
-    gain, factor = _undone_norm(largest, layout.latent, layout)
+    gain, factor = _cancelled_norm(largest, layout.latent, layout)
     return _padded(down_DC * factor, layout.latent), gain
 
 
-def _undone_norm(largest: float, channels: int, layout: Layout) -> tuple[float, float]:
-    """Returns the gain of a norm that does nothing, and the factor on the weights before it.
+def _cancelled_norm(largest: float, channels: int, layout: Layout) -> tuple[float, float]:
+    """Returns a norm's gain, and the factor on the weights before it, that cancel the norm.
 
     Args:
-      largest: bound of the length of the latent without that factor.
+      largest: bound on the length of the latent without the factor.
     """
     # A power of two, which no dtype rounds.
     gain = 2.0 ** math.ceil(math.log2(largest / math.sqrt(2 * DELTA * channels)))

@@ -1,17 +1,17 @@
-"""A model with its factors multiplied out to keys and values of MHA, GQA or MQA.
+"""A model whose factors are multiplied out to keys and values of MHA, GQA or MQA.
 
 K_k = Base^K[j(k)] + R^K_k B^K_k    # LRKV eq. 2, as one matrix per KV head
 K_k = C^K[j(k)] B^K_k               # thin keys, section 2.3
 
-Published models have one head width: values narrower than keys are padded with zero channels, and
-so are keys where neither RoPE nor a norm would see the padding.
+In published models keys and values of a head have equal width: narrower values are padded with zero
+channels. Narrower keys are padded, too, unless RoPE or a norm would treat the padding as channels.
 """
 
 import dataclasses
 
 import numpy as np
 
-from kvjax.attention import MECHANISMS, FactoredConfig, GroupedConfig
+from kvjax.attention import FactoredConfig, GroupedConfig, kind_of
 from kvjax.attention.mechanism import MechanismConfig, check_convertible, require
 from kvjax.convert import model as model_lib
 from kvjax.convert.model import LazyModel, Parameters
@@ -30,8 +30,8 @@ class DenseModel:
     """
 
     def __init__(self, source: LazyModel):
-        """Raises a UserError for keys or values without a projection per head, or layers of two
-        shapes.
+        """Raises a UserError unless each head's keys and values are projections of the input and
+        all layers have one shape.
         """
         self._source = source
         self.name, self.context = source.name, source.context
@@ -45,13 +45,13 @@ class DenseModel:
         _check_equal_shapes(mechanisms)
         key_dim = mechanisms[0].key_dim
         mechanisms = tuple(_with_equal_widths(mechanism, config.block) for mechanism in mechanisms)
-        self._scale = (mechanisms[0].key_dim / key_dim) ** 0.5  # of queries, see `_padded`
+        self._scale = (mechanisms[0].key_dim / key_dim) ** 0.5  # factor on queries, see `_padded`
         self.transformer = dataclasses.replace(config, mechanisms=mechanisms)
         self._dtypes = {path: dtype for path, (_, dtype) in source.parameters().items()}
 
     @property
     def is_source(self) -> bool:
-        """True if nothing was factored: parameters are the source's."""
+        """True if nothing was factored, so that parameters are the source's."""
         parts = _EXPANDED.values()
         mechanisms = self._source.transformer.mechanisms
         return not any(_names(mechanism, part)[1] for mechanism in mechanisms for part in parts)
@@ -63,11 +63,14 @@ class DenseModel:
     def read(self, path: Path, layer: int | None = None) -> np.ndarray:
         if layer is None:
             return self._source.read(path)
-        w = self._expand(path, layer) if self._is_expanded(path) else self._read(path, layer)
+        if self._is_expanded(path):
+            w = self._expand(path, layer)
+        else:
+            w = model_lib.read_parameter(self._source, layer, *path[2:])
         return np.asarray(self._padded(path, w), self._dtype(path))
 
     def _is_expanded(self, path: Path) -> bool:
-        """Returns True for parameters of keys and values, which may have to be multiplied out."""
+        """Returns True for weights and biases of keys and values, which may be factors."""
         return path[2:4] == _MECHANISM and path[4].removesuffix("_bias") in _EXPANDED
 
     def _dtype(self, path: Path) -> np.dtype:
@@ -77,10 +80,9 @@ class DenseModel:
         return self._dtypes[path]
 
     def _padded(self, path: Path, w: np.ndarray) -> np.ndarray:
-        """Pads a parameter of a layer with zero channels, see the module's docstring.
+        """Pads a layer's parameter with zero channels, see the module's docstring.
 
-        The mechanism divides logits by the root of the key's channels: queries are scaled to
-        compensate for padding.
+        Queries are also scaled, because the mechanism divides logits by the root of all channels.
         """
         name = path[-1].removesuffix("_bias")
         mechanism = self.transformer.mechanisms[0]
@@ -95,22 +97,15 @@ class DenseModel:
             w = w.astype(np.float64) * self._scale
         return _pad_channels(w, widths[name], axis=-1)
 
-    def _read(self, path: Path, index: int) -> np.ndarray:
-        """Reads a layer's parameter from the source, whose layers may be in several segments."""
-        segment, layer = model_lib.layer_of(self._source, index)
-        return self._source.read((path[0], segment, *path[2:]), layer)
-
     def _expand(self, path: Path, index: int) -> np.ndarray:
-        """Returns [..., K, H] weights or biases of keys or values; float64 where factors are
-        multiplied.
-        """
+        """Returns [..., K, H] weights or biases of keys or values; products are in float64."""
         mechanism = self._source.transformer.mechanisms[index]
         whole, bias, _ = path[4].partition("_bias")
         base, latent = _names(mechanism, _EXPANDED[whole])
         K = self.transformer.mechanisms[index].num_kv_heads
 
         def read(name):
-            return self._read((*path[:4], name), index)
+            return model_lib.read_parameter(self._source, index, *_MECHANISM, name)
 
         parts = [_repeat_heads(read(base + bias), K)] if base else []
         if latent and (not bias or getattr(mechanism, "latent_bias", True)):
@@ -133,12 +128,12 @@ def _pad_channels(w: np.ndarray, dim: int, *, axis: int) -> np.ndarray:
 
 
 def _repeat_heads(w: np.ndarray, K: int) -> np.ndarray:
-    """Returns [..., K, H] of [..., J, H]: head k reads base or latent k // (K / J)."""
+    """Repeats [..., J, H] to [..., K, H]: head k gets base or latent k // (K / J)."""
     return w if w.shape[-2] == K else np.repeat(w, K // w.shape[-2], axis=-2)
 
 
 def _names(mechanism: GroupedConfig | FactoredConfig, part: str) -> tuple[str, str]:
-    """Returns the names of the base ("" if none) and the latent ("" if none) of keys or values."""
+    """Returns the parameter names of base and latent of keys or values; "" for one they lack."""
     if isinstance(mechanism, GroupedConfig):
         return f"base_{part}", f"latent_{part}" if mechanism.rank else ""
     rank = mechanism.key_rank if part == "key" else mechanism.value_rank
@@ -146,11 +141,12 @@ def _names(mechanism: GroupedConfig | FactoredConfig, part: str) -> tuple[str, s
 
 
 def _check(mechanism: MechanismConfig, *, rope: bool) -> None:
-    """Raises a UserError for keys and values that are not a projection per head."""
-    kind = next(name for name, cls in MECHANISMS.items() if cls is type(mechanism))
+    """Raises a UserError unless each head's keys and values are projections of the input."""
     grouped = isinstance(mechanism, GroupedConfig)
     known = "must be 'grouped' or 'factored': keys and values are a projection per head"
-    require(grouped or isinstance(mechanism, FactoredConfig), "kind", repr(kind), known)
+    require(
+        grouped or isinstance(mechanism, FactoredConfig), "kind", repr(kind_of(mechanism)), known
+    )
     check_convertible(mechanism, "transformers' models have nothing like it")
     if not grouped:
         return

@@ -8,9 +8,9 @@ huggingface writes a model that transformers loads: GPT-2, Llama, Mistral, Gemma
 OLMo 2 or 3, Qwen 2 or 3, SmolLM3, or NanoChat for models of this repository's recipe. Factors are
 multiplied out, so the cache is that of MHA, GQA or MQA. factored keeps the factors: `python -m
 kvjax.convert --source=OUT` reads the folder, and its README.md describes it for other programs.
-auto is huggingface if that enlarges no cache, else factored. deepseek is for models whose attention
-is MLA in substance, without QK-norm: vLLM, SGLang and transformers read them as DeepSeek-V3 and
-cache C + P numbers per token and layer.
+auto is huggingface if transformers has the model and its cache does not grow, else factored.
+deepseek writes models whose attention is mathematically MLA, without QK-norm: vLLM, SGLang and
+transformers load them as DeepSeek-V3 and cache C + P numbers per token and layer.
 """
 
 import argparse
@@ -54,13 +54,10 @@ def _parser() -> command_line.Parser:
     add("--workdir", default="", help="workdir of a run or of python -m kvjax.convert")
     add("--out", default="", help="folder to write; must not exist")
     add("--format", default="auto", help=f"{', '.join(FORMATS)} (auto)")
-    engines = "vllm pads latents and RoPE keys for its kernels on GPUs, and SGLang's (vllm)"
-    add(
-        "--engine",
-        default="",
-        help=f"of --format=deepseek: {', '.join(deepseek.ENGINES)}; {engines}",
-    )
-    add("--dtype", default="", help=f"{', '.join(DTYPES)}: weights' dtype (the workdir's)")
+    text = f"program that reads --format=deepseek: {', '.join(deepseek.ENGINES)}; vllm pads latents"
+    text += " and RoPE keys to sizes that the GPU kernels of vLLM and SGLang support (vllm)"
+    add("--engine", default="", help=text)
+    add("--dtype", default="", help=f"dtype of weights: {', '.join(DTYPES)} (the workdir's)")
     return parser
 
 
@@ -110,7 +107,7 @@ def _plan(kind: str, model: LazyModel, dtype: str) -> tuple[str, ExportPlan, str
 
 
 def factored(model: LazyModel) -> ExportPlan:
-    """Returns the contents of a folder that keeps any model's factors."""
+    """Returns the export of a model in the factored format."""
     config = model.transformer
 
     def tensor(path, layer, shape):

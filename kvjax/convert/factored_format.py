@@ -1,9 +1,9 @@
-"""A folder of safetensors that keeps a model's factors, and with them its small cache.
+"""The factored format: safetensors that keep a model's factors, so that its cache stays small.
 
 Tensors have kvjax's dotted parameter names, with layers numbered throughout:
-"layers.3.attention.mechanism.latent_key". config.json has the sections model and attention of a
-workdir, README.md describes them. Digests of tensors and files detect damage (`digests`); exports
-of older versions have none.
+"layers.3.attention.mechanism.latent_key". config.json has the sections model and attention of
+kvjax's config; README.md describes the tensors. Digests of tensors and files detect damage
+(`digests`); exports of older versions have none.
 
     model = factored_format.FactoredModel(folder)  # reads one parameter of one layer at a time
 """
@@ -67,13 +67,14 @@ def config_json(model: TransformerConfig, attention: dict, *, context: int) -> s
 
 
 class FactoredModel:
-    """The model of such a folder; see `model.LazyModel`."""
+    """The model of a folder in this format; see `model.LazyModel`."""
 
     def __init__(self, folder: epath.Path):
         """Opens the folder and checks everything but the tensors' values.
 
         Raises:
-          UserError: another format version, unknown keys or tensors, missing or damaged files.
+          UserError: the format has another version, keys or tensors are unknown, or files are
+            missing or damaged.
         """
         self.name = source_lib.name(folder)
         self.transformer, self.context = _config(folder)
@@ -88,16 +89,14 @@ class FactoredModel:
         digests.check_files(folder)  # last: the checks above give more specific messages
 
     def parameters(self) -> dict[Path, tuple[tuple[int, ...], np.dtype]]:
-        """Returns shape and dtype of every parameter, with a segment's layers as the first axis."""
         return {path: (shape, self._dtype(path)) for path, shape in self._shapes.items()}
 
     def read(self, path: Path, layer: int | None = None) -> np.ndarray:
-        """Returns a parameter; of a segment, one layer's."""
         name = name_of(self.transformer, path, layer)
         return np.asarray(self._tensors[name].read(), self._dtype(path))
 
     def _names(self, path: Path) -> list[str]:
-        """Returns a parameter's tensors, in the order of the layers."""
+        """Returns the names of a parameter's tensors, in the order of the layers."""
         layers = range(self._shapes[path][0]) if path[0] == "segments" else (None,)
         return [name_of(self.transformer, path, layer) for layer in layers]
 
@@ -105,7 +104,7 @@ class FactoredModel:
         return dtype_of(self._tensors[name] for name in self._names(path))
 
     def _check(self, folder: epath.Path) -> None:
-        """Raises a UserError unless tensors and dtypes are as the config describes."""
+        """Raises a UserError unless tensors have the names, shapes and dtypes of the config."""
         shapes = {}
         for path, shape in self._shapes.items():
             own = shape[1:] if path[0] == "segments" else shape

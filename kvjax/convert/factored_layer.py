@@ -15,7 +15,6 @@ def basis_changes(
     """Returns the basis changes of keys and values: whitening for "outputs", else the identity."""
     if objective == "outputs":
         return layer_lib.whitening(layer, moment_EE)
-
     return (
         layer_lib.identity_change(*layer.key_EKH.shape[1:]),
         layer_lib.identity_change(*layer.value_EKH.shape[1:]),
@@ -70,11 +69,11 @@ def absorb_into_outputs(layer: Layer, expand_KRH: np.ndarray) -> Layer:
 def attention_weights(
     layer: Layer, projections: dict[str, np.ndarray], **expand: np.ndarray
 ) -> dict:
-    """Returns an `Attention`'s weights.
+    """Returns the weights of an `Attention`, with the layer's outputs and norms.
 
     Args:
-      projections: by name, [E, ...] with the bias as a last row if the layer has biases.
-      expand: up-projections, which have no bias.
+      projections: arrays [E, ...] by name, with the bias as a last row if the layer has biases.
+      expand: up-projections by name, without biases.
     """
     inner = dict(expand)
     for name, w in projections.items():

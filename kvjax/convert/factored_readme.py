@@ -1,9 +1,9 @@
-"""README.md of an export with factors: tensors, equations and cache of that model."""
+"""README.md of an export in the factored format: the model's tensors, equations and cache."""
 
 import inspect
 import math
 
-from kvjax.attention import MECHANISMS, FactoredConfig, GroupedConfig, MLAConfig, PaperMLAConfig
+from kvjax.attention import kind_of
 from kvjax.attention.mechanism import check_convertible
 from kvjax.foundation import output
 from kvjax.foundation.errors import UserError
@@ -11,15 +11,11 @@ from kvjax.layers.weight import LETTERS, Axes
 from kvjax.model import parameters
 from kvjax.model.config import TransformerConfig
 
-KINDS = (GroupedConfig, FactoredConfig, MLAConfig, PaperMLAConfig)
+KINDS = ("grouped", "factored", "mla", "mla_paper")  # mechanisms that the format supports
 
 
 def text(name: str, config: TransformerConfig, *, context: int) -> str:
-    """Returns the README of one model.
-
-    Raises:
-      UserError: a mechanism that the format does not keep.
-    """
+    """Returns the README of one model; raises as `check` does."""
     check(config)
     equations = inspect.getdoc(inspect.getmodule(type(config.mechanisms[0])))
     parts = [
@@ -46,13 +42,11 @@ def text(name: str, config: TransformerConfig, *, context: int) -> str:
 
 
 def check(config: TransformerConfig) -> None:
-    """Raises a UserError for a mechanism that the format does not keep."""
+    """Raises a UserError if the format does not support a mechanism."""
     for mechanism in config.mechanisms:
-        if type(mechanism) not in KINDS:
-            kinds = {cls: kind for kind, cls in MECHANISMS.items()}
+        if (kind := kind_of(mechanism)) not in KINDS:
             raise UserError(
-                f"config.attention.kind = {kinds[type(mechanism)]!r}: --format=factored keeps "
-                f"{', '.join(kinds[cls] for cls in KINDS)}"
+                f"config.attention.kind = {kind!r}: --format=factored keeps {', '.join(KINDS)}"
             )
         check_convertible(mechanism, "--format=factored does not keep this key")
 

@@ -1,7 +1,7 @@
 """Writes a model as one of transformers' families: config.json, tensors, tokenizer.
 
-Each family writes the config nearest to the model, which is then read back like any published
-config. The family cannot express keys that come back with another value.
+Each family writes the config closest to the model, which is then read back like any published
+config. If a key comes back with another value, the family cannot express the model.
 """
 
 import dataclasses
@@ -35,13 +35,13 @@ _ENDS = {
 
 
 def plan(model: LazyModel, dtype: str) -> ExportPlan:
-    """Returns the export of the family that computes the model, with factors multiplied out.
+    """Returns the export of a model, with factors multiplied out, as the family that computes it.
 
     Args:
       dtype: safetensors' name of the tensors' dtype.
 
     Raises:
-      UserError: no family computes it; names the keys in which the nearest one differs.
+      UserError: no family computes the model; names the keys in which the closest one differs.
     """
     dense = DenseModel(model)
     kind, config = _family(dense.transformer, dense.context)
@@ -81,8 +81,8 @@ def files(model: LazyModel, config: dict, class_name: str, dtype: str) -> dict[s
     trees = {"config.json": config, origin.TOKENIZER_CONFIG: about}
     if origin.GENERATION_CONFIG in model.token_files:
         trees[origin.GENERATION_CONFIG] = model.token_files[origin.GENERATION_CONFIG]
-    found = {name: json.dumps(tree, indent=2) + "\n" for name, tree in trees.items()}
-    return found | {manifest.TOKENIZER: _tokenizer(model.tokenizer_json, texts["bos"])}
+    contents = {name: json.dumps(tree, indent=2) + "\n" for name, tree in trees.items()}
+    return contents | {manifest.TOKENIZER: _tokenizer(model.tokenizer_json, texts["bos"])}
 
 
 # -- tensors ---------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ def _differences(model: TransformerConfig, written: TransformerConfig) -> list[s
 
 
 def _keys(config: TransformerConfig) -> dict:
-    """Returns the keys that determine a dense model's computation, without inactive ones."""
+    """Returns the config keys that determine a dense model's outputs, with their values."""
     block, mechanism = config.block, config.mechanisms[0]
     inactive = {"attention.num_bases", "attention.residual_init", "attention.rope"}
     # Initialisation and training only.
@@ -173,8 +173,9 @@ Token = tuple[str, int] | None  # text, id
 
 
 def _tokens(model: LazyModel) -> tuple[dict[str, str | None], dict[str, int | list[int] | None]]:
-    """Returns texts and ids of special tokens by kind: from the model's files, else as kvjax uses
-    them.
+    """Returns texts and ids of special tokens, by kind.
+
+    They are from the model's files, else those that open and end documents in kvjax.
     """
     document_tokens = zip(("bos", "eos"), _document_tokens(model.tokenizer_json), strict=True)
     texts = {kind: token and token[0] for kind, token in document_tokens}
@@ -200,7 +201,7 @@ def _document_tokens(tokenizer_json: str) -> tuple[Token, Token]:
 
 
 def _tokenizer(tokenizer_json: str, bos: str | None) -> str:
-    """Returns tokenizer.json; kvjax's own tokenizer puts BOS before a text, as in training."""
+    """Returns tokenizer.json; adds BOS before texts to kvjax's own tokenizers, as in training."""
     if bos != tokenizer_lib.BOS or json.loads(tokenizer_json)["post_processor"]:
         return tokenizer_json
     backend = tokenizer_lib.parse(tokenizer_json)

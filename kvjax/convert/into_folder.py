@@ -17,7 +17,7 @@ from kvjax.convert.tensors import DTYPES, INDEX, SINGLE
 from kvjax.foundation import progress
 from kvjax.model.config import TransformerConfig
 
-SHARD_BYTES = 4_000_000_000  # maximum of a file, unless one tensor is larger
+SHARD_BYTES = 4_000_000_000  # maximum size of a file, unless a single tensor is larger
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +35,8 @@ class ExportPlan:
     Attributes:
       title: name of the model class, for messages.
       transformer: the exported model's config.
-      files: text of each file that holds no tensors.
-      notes: what a user of the folder should know, one line each.
+      files: texts of the files without tensors, by name.
+      notes: messages for the user, one line each.
     """
 
     title: str
@@ -63,7 +63,7 @@ def write(plan: ExportPlan, out: epath.Path, dtype: str, *, shard_bytes: int = S
 
     Args:
       dtype: safetensors' name of the tensors' dtype.
-      shard_bytes: maximum of a file, unless a single tensor is larger.
+      shard_bytes: maximum size of a file, unless a single tensor is larger.
 
     Raises:
       UserError, OSError: the folder cannot be written; nothing is left behind.
@@ -107,11 +107,11 @@ def _index(files: Sequence[str], shards: Sequence[Sequence[str]], total: int) ->
 
 
 def _write_file(path: epath.Path, tensors: Mapping[str, LazyTensor], dtype: str) -> Iterator[None]:
-    """Writes a safetensors file: header length, JSON header, tensor bytes.
+    """Writes a safetensors file, and yields before each tensor.
 
-    The header's metadata has a digest per tensor, so it is written twice: first with placeholders
-    of equal length. The library's `save_file` would need all tensors in memory. Yields before each
-    tensor.
+    The file is the header's length, the header in JSON, and the tensors' bytes. The header has a
+    digest of every tensor, so it is written twice: first with placeholders of equal length. The
+    library's `save_file` is no alternative, since it needs all tensors in memory.
     """
     placeholder = digests.of_array(np.zeros(0))
     metadata = {"format": "pt"} | {digests.key_of(name): placeholder for name in tensors}

@@ -57,8 +57,8 @@ def write(model: LazyModel, out: epath.Path, record: dict, *, tune: str = "qk") 
     """Writes a workdir with a checkpoint of step 0.
 
     Args:
+      record: contents of conversion.json, JSON-compatible; written after all weights.
       tune: parameters that recover.py tunes, a key of `recipes.TUNED`.
-      record: JSON-compatible origin of the model, written as conversion.json after all weights.
 
     Raises:
       UserError, OSError: the workdir cannot be written; nothing is left behind.
@@ -75,13 +75,13 @@ def staged(out: epath.Path) -> Iterator[epath.Path]:
     """Yields a folder beside `out` that is renamed to it when the block succeeds.
 
     Raises:
-      UserError, OSError: it cannot be written; nothing is left behind.
+      UserError, OSError: the folder cannot be written; nothing is left behind.
     """
     staging = _staging(out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(out.parent)
-        # `_remove_abandoned` does not look for this name, so it cannot remove an unlocked folder.
+        # Until it is locked, the folder has a name that `_remove_abandoned` does not look for.
         new = out.parent / f"{_NEW}{staging.name}"
         new.mkdir()
         with _locked(new):
@@ -105,12 +105,12 @@ def _staging(out: epath.Path) -> epath.Path:
 
 @contextlib.contextmanager
 def _locked(folder: epath.PathLike) -> Iterator[bool]:
-    """Locks a folder until the process ends; yields False if it is locked or cannot be."""
+    """Locks a folder; yields False if another process has it or its file system has no locks."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         is_locked = True
-    except OSError:  # another process has it, or the file system locks no folders
+    except OSError:
         is_locked = False
     try:
         yield is_locked
@@ -119,7 +119,7 @@ def _locked(folder: epath.PathLike) -> Iterator[bool]:
 
 
 def _remove_abandoned(parent: epath.Path) -> None:
-    """Removes the folders of killed conversions: no process locks them."""
+    """Removes the folders of killed conversions, which no process locks."""
     for folder in pathlib.Path(parent).glob(f"{_STAGING}*"):
         with contextlib.suppress(OSError), _locked(folder) as is_locked:
             if is_locked:

@@ -1,10 +1,10 @@
 """The attention of one layer in the form of MLA, as linear maps in float64.
 
-    c = x W^D, normed in some      r = Rot(x W^R)      k_n = [c W_n^UK, r]      v_n = c W_n^UV
+    c = x W^D or norm(x W^D)      r = Rot(x W^R)      k_n = [c W_n^UK, r]      v_n = c W_n^UV
 
-The activations `raw` of a mechanism are linear in its input, but for the norm of a latent, and keys
-and values are linear in `raw`: identity matrices as inputs give the maps of every mechanism. The
-rotated channels of keys, one for all heads, are r; everything else is expanded from c.
+A mechanism's activations `raw` are linear in its input, except for the norm of a latent, and keys
+and values are linear in `raw`. So any mechanism's module gives its maps when it is applied to
+identity matrices. r is the rotated part of a key, which all heads share; c expands to the rest.
 """
 
 from collections.abc import Mapping
@@ -36,7 +36,7 @@ class LatentSizes:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LatentMaps:
-    """The maps of one layer; Q is the width of the queries' input, D or the rank of queries.
+    """The maps of one layer; Q is the width of the queries' input: D, or the rank of queries.
 
     Biases are None in mechanisms without `qk_bias`.
     """
@@ -54,7 +54,7 @@ class LatentMaps:
 
 
 def has_normed_latent(mechanism: MechanismConfig) -> bool:
-    """Returns True if keys and values come from a normed latent."""
+    """Returns True if keys and values are expanded from a normalised latent."""
     if isinstance(mechanism, MLAConfig):
         return mechanism.norm_latent
     return isinstance(mechanism, SharedKVConfig)
@@ -68,14 +68,14 @@ def sizes(mechanism: MechanismConfig, d_model: int, *, rope: bool) -> LatentSize
     Args:
       rope: the model has RoPE.
     """
-    turned = len(_rotated(mechanism, rope))
-    content = mechanism.query_dim - turned
+    rotated = len(_rotated(mechanism, rope))
+    content = mechanism.query_dim - rotated
     shapes = {name: field.shape for name, field in mechanism.entry().items()}
     latent = sum(math.prod(shapes[name]) for name in _latent_fields(mechanism, rope))
     if not has_normed_latent(mechanism):
         outputs = mechanism.key_heads * (content + mechanism.value_dim)
         latent = min(latent, d_model, outputs)
-    return LatentSizes(latent=latent, rope=turned, content=content, value=mechanism.value_dim)
+    return LatentSizes(latent=latent, rope=rotated, content=content, value=mechanism.value_dim)
 
 
 def _rotated(mechanism: MechanismConfig, rope: bool) -> range:
@@ -84,7 +84,7 @@ def _rotated(mechanism: MechanismConfig, rope: bool) -> range:
 
 
 def _latent_fields(mechanism: MechanismConfig, rope: bool) -> list[str]:
-    """Returns the fields of the cache entry that enter values, or channels that do not rotate."""
+    """Returns the cache fields that values, or unrotated channels of keys, are computed from."""
     rotated = {"rope_key"}
     if isinstance(mechanism, GroupedConfig):
         if mechanism.splits_rope:
@@ -102,7 +102,7 @@ def of_layer(
     """Returns the maps of a layer.
 
     Args:
-      weights: of the mechanism's module, as a pure dict.
+      weights: the mechanism's module as a pure dict.
       rope: the model has RoPE.
     """
     with jax.enable_x64(True):
@@ -134,9 +134,9 @@ def of_layer(
 
 
 def _linear_module(mechanism: MechanismConfig, weights: Mapping, d_model: int) -> Mechanism:
-    """Returns the module in float64, linear: without latents' norms and biases.
+    """Returns the module in float64, made linear: without norms of latents and without biases.
 
-    The input of its queries is their latent, if they have one.
+    If queries have a latent, an identity matrix takes its place.
     """
     plain = dataclasses.replace(mechanism, latent_scale=False)
     if isinstance(mechanism, MLAConfig):
@@ -158,20 +158,23 @@ def _channels(activation: jax.Array) -> int:
 
 
 def _unit_activations(raw: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Returns [1, A, *shape] of each activation: token a has 1 at channel a of all, else 0."""
+    """Returns each activation as [1, A, *shape], an identity matrix over the A channels of all.
+
+    Token a is 1 in channel a, counted over all activations, and 0 elsewhere.
+    """
     units_AA = np.eye(sum(_channels(x) for x in raw.values()))
-    found, first = {}, 0
+    activations, first = {}, 0
     for name, x in raw.items():
         last = first + _channels(x)
-        found[name] = jnp.asarray(units_AA[:, first:last].reshape(1, -1, *x.shape[2:]))
+        activations[name] = jnp.asarray(units_AA[:, first:last].reshape(1, -1, *x.shape[2:]))
         first = last
-    return found
+    return activations
 
 
 def _factors_of_rank(
     down_DA: np.ndarray, up_AKX: np.ndarray, rank: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns factors of the same product over `rank` channels, which is at least its rank."""
+    """Returns factors with the same product, of `rank` channels: at least the product's rank."""
     if rank == down_DA.shape[1]:
         return down_DA, up_AKX
     heads = up_AKX.shape[1:]

@@ -1,7 +1,8 @@
-"""The interface between readers and writers: a model, read one parameter of one layer at a time.
+"""`LazyModel`, the interface of all models that are read one parameter of one layer at a time.
 
-Implemented by `published.PublishedModel`, `TrainedModel` (a workdir),
-`factored_format.FactoredModel` and `converted.ConvertedModel` (a method applied to another model).
+Implemented by `TrainedModel` (a workdir), `published.PublishedModel`,
+`factored_format.FactoredModel` (an export), and by `converted.ConvertedModel` and
+`dense.DenseModel`, which change another model.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax import config as config_lib
-from kvjax.attention import MECHANISMS
+from kvjax.attention import kind_of
 from kvjax.convert import tensors
 from kvjax.data import manifest
 from kvjax.foundation import runtime
@@ -36,8 +37,8 @@ class LazyModel(Protocol):
     """A model whose weights are read on demand, one parameter of one layer at a time.
 
     Attributes:
-      name: for messages.
-      transformer: config of the model.
+      name: the model's name in messages.
+      transformer: the model's config.
       context: training context length in tokens.
       tokenizer_json: content of `tokenizer.json`.
       chat_template: in Jinja, or None.
@@ -62,10 +63,10 @@ def open(source: str, option: str = "--source") -> LazyModel:
     """Opens the model of a workdir, an export, or a published model (also hf://OWNER/NAME).
 
     Args:
-      option: that names the source, for messages.
+      option: command-line option that gives the source, for messages.
 
     Raises:
-      UserError: there is no model; see `trained.find`, `factored_format` and `published.open`.
+      UserError: see `trained.find`, `factored_format.FactoredModel` and `published.open`.
     """
     if hub.is_name(source):
         source = str(hub.model(option, source))
@@ -139,6 +140,12 @@ def layer_of(model: LazyModel, index: int) -> tuple[int, int]:
     raise IndexError(index)
 
 
+def read_parameter(model: LazyModel, index: int, *path: str) -> np.ndarray:
+    """Returns a parameter of one layer, by its path below a `Block`."""
+    segment, layer = layer_of(model, index)
+    return model.read(("segments", segment, *path), layer)
+
+
 def read_layer(model: LazyModel, index: int, *part: str) -> dict:
     """Returns the weights of one layer, as a pure dict of a `Block`.
 
@@ -176,8 +183,7 @@ def attention_section(config: TransformerConfig) -> dict:
       UserError: layers differ in more than rank, which no config can express.
     """
     first = config.mechanisms[0]
-    kind = next(name for name, cls in MECHANISMS.items() if cls is type(first))
-    section = dict(kind=kind) | dataclasses.asdict(first)
+    section = dict(kind=kind_of(first)) | dataclasses.asdict(first)
     keys = config_lib.rank_keys(first)
     ranks = ()
     if keys:

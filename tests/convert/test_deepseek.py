@@ -331,8 +331,7 @@ REFUSED = {
     ),
     "short_rope_key": (
         (workdirs.mla(**PLAIN), dict(rope_base=10_000.0)),
-        "--engine = 'vllm': pads 4 channels of a RoPE key to 64, and float32 has no number for "
-        "their base 1e+64",
+        "--engine = 'vllm': pads 4 channels of a RoPE key to 64, whose base 1e+64 is too large",
     ),
 }
 
