@@ -1,14 +1,14 @@
-"""Imports a published model into a workdir, and converts it to a smaller KV cache on request.
+"""Imports a published model into a workdir; converts it to a smaller KV cache on request.
 
     # the model as it was published
     python -m kvjax.convert --source=~/models/SmolLM2-135M --out=runs/smollm2
-    # half of its cache
+    # half the cache
     python -m kvjax.convert --source=runs/smollm2 --out=runs/half --cache=0.5
-    # keys of 32 channels per head
+    # keys of 32 channels in every head
     python -m kvjax.convert --source=runs/smollm2 --out=runs/thin --method=thin_keys --rank=32
-    # a latent and a RoPE key that all heads share, which DeepSeek's engines cache
+    # MLA: all heads share one latent and one RoPE key, which DeepSeek's engines cache
     python -m kvjax.convert --source=runs/smollm2 --out=runs/mla --method=mla --cache=0.5
-    # a shared key and value, and residuals of rank 16
+    # LRKV: all heads share one key and one value, and each has a residual of rank 16
     python -m kvjax.convert --source=runs/smollm2 --out=runs/lrkv --method=lrkv --rank=16
 
 The source is a Hugging Face folder (config.json, safetensors, tokenizer.json), a GGUF file, a
@@ -39,7 +39,7 @@ from kvjax.foundation import command_line, provenance, runtime
 from kvjax.foundation.errors import UserError, warn
 from kvjax.foundation.output import Output, Table
 
-_ATTENTION_TOKENS = 16_384  # of long rows, whose attention is measured
+_ATTENTION_TOKENS = 16_384  # in the long rows on which attention is measured
 
 
 def make_parser() -> command_line.Parser:
@@ -55,69 +55,62 @@ def make_parser() -> command_line.Parser:
     add = group.add_argument
     text = "method that makes the cache smaller (none; thin_keys with --cache)"
     add("--method", help=f"{', '.join(options_lib.METHODS)}: {text}")
-    text = "what to change least: weights; inputs, which are keys and values on the calibration "
-    text += "text; or outputs, which are attention's logits and outputs on it (outputs)"
+    text = "weights: minimise the error of the weights; inputs: of keys and values on the "
+    text += "calibration text; outputs: of attention's logits and outputs on that text (outputs)"
     add("--objective", default="outputs", help=text)
     group = parser.add_argument_group(
-        "size of the cache", "Give one of --rank, --energy and --cache: --cache=0.5 halves it."
+        "size of the cache",
+        "Give one of --rank, --energy and --cache; --cache=0.5 halves the cache.",
     )
     add = group.add_argument
-    text = "one rank for all layers: channels of a latent (thin_keys, mla), or of each head's "
-    text += "residual (lrkv), or KV heads that are left (gqa)"
+    text = "rank in every layer: channels of a latent (thin_keys, mla), channels of each head's "
+    text += "residual (lrkv), or number of KV heads (gqa)"
     add("--rank", type=int, help=text)
-    text = "share of each layer's energy (squared singular values) to keep, as 0.95; ranks differ "
-    add("--energy", type=float, help=f"{text}by layer")
-    text = "size of the new cache as a share of the source's, as 0.5; ranks are chosen to change "
-    add("--cache", type=float, help=f"{text}the model least")
-    text = "ranks that --energy or --cache chooses are multiples of N (8)"
+    text = "share of each layer's energy (squared singular values) to keep, such as 0.95; each "
+    add("--energy", type=float, help=f"{text}layer gets the smallest rank that does")
+    text = "size of the new cache as a share of the source's, such as 0.5; ranks are chosen to "
+    add("--cache", type=float, help=f"{text}minimise the error")
+    text = "choose ranks among the multiples of N, with --energy or --cache (8)"
     add("--multiple", type=int, default=8, metavar="N", help=text)
     group = parser.add_argument_group("only with --method=thin_keys")
     add = group.add_argument
-    text = (
-        "per_head: each KV head has a latent of its own; joint: all KV heads of a layer share one "
-    )
+    text = "per_head: one latent for each KV head; joint: one for all KV heads of a layer "
     add("--mode", help=f"{text}(joint; per_head with --rank)")
-    text = (
-        "what is made smaller: key, or key_value for keys and values; for controlled experiments "
-    )
-    text += "also query, both (query and key), value (key; key_value with --cache)"
+    text = "projections to factor: key, or key_value for keys and values; for controlled "
+    text += "experiments also query, both (query and key), value (key; key_value with --cache)"
     add("--part", help=text)
-    text = "rank of values, if --part=key_value gives them another than keys (--rank)"
-    add("--value_rank", type=int, help=text)
+    add("--value_rank", type=int, help="rank of values, with --part=key_value (--rank)")
     group = parser.add_argument_group("only with --method=mla")
-    text = (
-        "channels of the RoPE key that all heads share, even (a head's; with --cache a head's, a "
-    )
-    text += "half or a quarter of it, whichever loses least)"
+    text = "channels of the RoPE key that all heads share, an even number (as many as a head has; "
+    text += "with --cache all, half or a quarter of them, whichever loses least)"
     group.add_argument("--rope_dim", type=int, default=0, help=text)
     group = parser.add_argument_group("only with --method=mla and auto")
-    text = (
-        "maximum length of rows on which attention's distances are measured; longer contexts may "
-    )
-    text += "lose more (4096, or the context that the model was trained on)"
+    text = "measure how far back heads attend on rows of at most this many tokens; longer contexts "
+    text += "may lose more (4096, or the model's training context if that is shorter)"
     group.add_argument("--attention_length", type=int, default=4096, help=text)
     group = parser.add_argument_group("only with --method=lrkv")
     add = group.add_argument
     add("--bases", type=int, default=1, help="number of bases that the KV heads share (1)")
-    text = "first rotate the heads' channels so that their keys and values resemble each other; a "
-    text += "rotation does not change the model (yes)"
+    text = "first rotate each head's channels so that the heads' keys and values resemble each "
+    text += "other; the rotations alone do not change the model (yes)"
     add("--align", action=argparse.BooleanOptionalAction, default=True, help=text)
     group = parser.add_argument_group(
-        "texts", "A text is given as config.data.source is: 'embedded', a file, or a pattern."
+        "texts", "A text is 'embedded', a file, or a pattern, as for config.data.source."
     )
     add = group.add_argument
     add("--calibrate", default="embedded", help="text that the method is fitted to (embedded)")
-    add("--calibrate_tokens", type=int, default=32_768, help="number of its tokens (32768)")
-    text = "regress each layer's output projection on what the original's attention returns for "
-    text += "this text, where that lowers the error on rows set apart (yes; no with gqa or with "
-    text += "objective weights)"
+    text = "number of calibration tokens (32768)"
+    add("--calibrate_tokens", type=int, default=32_768, help=text)
+    text = "regress each layer's output projection on the original attention's outputs for the "
+    text += "calibration text, where that lowers the error on held-out rows (yes; no with "
+    text += "--method=gqa or --objective=weights)"
     add("--refit", action=argparse.BooleanOptionalAction, default=None, help=text)
     text = "text whose validation split measures the perplexity before and after (embedded)"
     add("--evaluate", default="embedded", help=text)
-    text = "number of its tokens; 0 measures nothing (16384 with a method, else 0)"
+    text = "number of tokens that measure perplexity; 0: measure none (16384 with a method, else 0)"
     add("--evaluate_tokens", type=int, help=text)
     add("--row_length", type=int, default=512, help="tokens per row of both texts (512)")
-    text = "name of the JSON key or Parquet column that has both texts (text)"
+    text = "name of the JSON key or Parquet column that holds the text (text)"
     add("--text_key", default="text", help=text)
     return parser
 
@@ -221,17 +214,18 @@ def _rows(options: argparse.Namespace, model: LazyModel, *, key: str, split: str
             f"{model.context:,} tokens"
         )
     if rows_BT[:, 1:].size < tokens:
-        warn(f"--{key}={source}: has {rows_BT[:, 1:].size:,} tokens of the {tokens:,} asked for")
+        size = rows_BT[:, 1:].size
+        warn(f"--{key}={source}: has {size:,} tokens, fewer than --{key}_tokens = {tokens:,}")
     return rows_BT
 
 
 def long_rows(options: argparse.Namespace, model: LazyModel, rows_BT: np.ndarray) -> np.ndarray:
-    """Returns [B, T + 1] rows of the calibration text, as long as contexts will be.
+    """Returns [B, T + 1] rows of the calibration text, as long as the model's later contexts.
 
     T is --attention_length, or less if the model's context or the text is shorter.
 
     Args:
-      rows_BT: rows of --row_length, returned if no longer ones are allowed.
+      rows_BT: rows of --row_length tokens, which are returned if there are no longer rows.
     """
     length = longest = min(options.attention_length, model.context)
     while length > options.row_length:
@@ -241,13 +235,13 @@ def long_rows(options: argparse.Namespace, model: LazyModel, rows_BT: np.ndarray
                 model, options.calibrate, split="train", tokens=_ATTENTION_TOKENS, **text
             )
             break
-        except UserError:  # shorter rows were read before: it has no row of this length
+        except UserError:  # no row is this long; shorter ones have been read before
             length //= 2
     rows_BT = rows_BT[: max(1, _ATTENTION_TOKENS // rows_BT.shape[1])]
     if (measured := rows_BT.shape[1] - 1) < longest:
         warn(
-            f"--calibrate={options.calibrate}: too short for rows of {longest:,} tokens: distances "
-            f"are measured on rows of {measured:,}, and longer contexts may lose more"
+            f"--calibrate={options.calibrate}: too short for rows of {longest:,} tokens: attention "
+            f"is measured on rows of {measured:,}, and longer contexts may lose more"
         )
     return rows_BT
 
@@ -255,7 +249,7 @@ def long_rows(options: argparse.Namespace, model: LazyModel, rows_BT: np.ndarray
 def _record(
     options: argparse.Namespace, chosen: Choice, source: LazyModel, model: LazyModel
 ) -> dict:
-    """Returns the contents of conversion.json; errors are filled in while weights are read."""
+    """Returns the contents of conversion.json; its errors are filled in as weights are read."""
     sizes = dict(before=choice.cache_bytes(source), after=choice.cache_bytes(model))
     record = dict(
         source=source.name,
@@ -273,9 +267,9 @@ def _record(
     if isinstance(method, LatentAttention):
         record["rope_dim"] = model.transformer.mechanisms[0].rope_key_dim
     if options.refit:
-        record["outputs_lost"] = model.outputs_lost  # by layer: before and after the regression
+        record["outputs_lost"] = model.outputs_lost
     if chosen.compared:
-        record["compared"] = dict(chosen.compared)  # perplexity on a part of the calibration text
+        record["compared"] = dict(chosen.compared)
     return record
 
 
@@ -307,8 +301,8 @@ def _report(out: Output, options: argparse.Namespace, source: LazyModel, result:
     if "outputs_lost" in result:
         pair = np.mean(list(result["outputs_lost"].values()), axis=0)
         out.say(
-            f"\nlost of attention's outputs, mean over layers: {pair[0]:.4f} before the "
-            f"regression, {pair[1]:.4f} after (on calibration rows that were set apart)"
+            f"\nlost share of attention's outputs, mean over layers: {pair[0]:.4f} before the "
+            f"regression, {pair[1]:.4f} after (on held-out calibration rows)"
         )
     if "perplexity" in result:
         measured = result["perplexity"]

@@ -1,7 +1,7 @@
-"""Ranks chosen by the share of energy they keep, or under a cache budget.
+"""Chooses ranks by the share of energy that they keep, or under a cache budget.
 
-Ranks may differ by layer. If keys and values are both factored, the budget is split between them
-instead and all layers get the same two ranks: layers of equal shape share one compiled program.
+Each layer gets its own rank. If keys and values are both factored, the budget is split between them
+instead: all layers get the same two ranks, so that they share one compiled program.
 """
 
 import collections
@@ -28,7 +28,7 @@ class RankChoices(NamedTuple):
 
     ranks: list[int]
     bytes: list[int]
-    dtype: str = "bfloat16"  # of the cache
+    dtype: str = "bfloat16"  # the cache's
 
 
 def rank_choices(
@@ -60,8 +60,9 @@ def rank_choices(
 def check_smaller(
     mechanism: GroupedConfig, kind: LayerKind, method: Method, dtype: jnp.dtype, key: str
 ) -> int:
-    """Returns a layer's bytes per token before conversion; raises a UserError if the method adds
-    any.
+    """Returns a layer's cache bytes per token before conversion.
+
+    Raises a UserError if the method would increase them.
 
     Args:
       key: option that sets the method's rank, for messages.
@@ -111,8 +112,7 @@ def energy_losses(
 def ranks_by_energy(
     layers: Sequence[RankChoices], lost: Sequence[Sequence[float]], energy: float
 ) -> list[int]:
-    """Returns each layer's smallest rank that keeps a share of its energy, else its largest."""
-
+    """Returns each layer's smallest rank that keeps the share `energy`, else its largest rank."""
     chosen = []
     for layer, losses in zip(layers, lost, strict=True):
         pairs = zip(layer.ranks, losses, strict=True)
@@ -126,8 +126,8 @@ def ranks_within_budget(
 ) -> list[int]:
     """Returns the ranks that lose the least energy in total, within cache bytes per token.
 
-    Greedy: the next rank goes to the layer that gains most energy per byte. Optimal where gains
-    diminish with rank, as they do for thin keys.
+    Repeatedly raises the rank of the layer that gains most energy per byte. This is optimal if
+    gains diminish with rank, as they do for thin keys.
 
     Raises:
       UserError: see `check_budget`.
@@ -161,9 +161,9 @@ def split_budget(
 ) -> ThinKeys:
     """Returns a method for keys and values with the two ranks that change outputs least.
 
-    Minimises a sum over layers: for values the lost share of energy, for keys the variance of logit
-    errors times the layer's sensitivity. Both are squared output errors in one unit
-    (`calibration.sensitivities`). Without sensitivities the lost shares of both are added.
+    Minimises a sum over layers: the lost share of the values' energy, plus the variance of logit
+    errors times the layer's sensitivity, which brings both to one unit
+    (`calibration.sensitivities`). Without sensitivities, adds the lost shares of keys and values.
 
     Args:
       sensitivities: None for the objectives "weights" and "inputs".
@@ -208,7 +208,7 @@ def split_budget(
 
 
 def _ranks(config: TransformerConfig, method: Method, multiple: int) -> list[int]:
-    """Returns the multiples below the largest rank that all layers allow, and that rank."""
+    """Returns the largest rank that all layers allow, after the multiples below it."""
     most = min(method.max_rank(mechanism) for mechanism in config.mechanisms)
     return [*range(multiple, most, multiple), most]
 

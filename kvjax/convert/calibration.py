@@ -1,4 +1,4 @@
-"""Statistics on calibration text: second moments of attention's inputs, and sensitivities."""
+"""Statistics of attention on calibration text, which conversions use to weigh errors."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ from kvjax.foundation.errors import UserError
 def moments(model: LazyModel, rows_BT: np.ndarray) -> list[np.ndarray]:
     """Returns per layer the [E, E] second moment of attention's inputs, the mean of x x^T.
 
-    float32, over all tokens. x ends with a 1, so that the last row has the mean.
+    The mean is over all tokens, in float32. A 1 is appended to x, so that the last row is x's mean.
 
     Raises:
       UserError: a layer's inputs are not finite.
@@ -34,7 +34,7 @@ def moments(model: LazyModel, rows_BT: np.ndarray) -> list[np.ndarray]:
     return by_layer
 
 
-# Sensitivities use only part of the text, because [N, T, T] probabilities are in memory.
+# Limits on the text of `sensitivities`, which holds probabilities [B, N, T, T] in memory.
 _SENSITIVE_ROWS, _SENSITIVE_TOKENS = 8, 512
 
 
@@ -61,14 +61,14 @@ def sensitivities(model: LazyModel, rows_BT: np.ndarray) -> list[float]:
 def attention_statistics(
     model: LazyModel, rows_BT: np.ndarray, moments: Sequence[np.ndarray]
 ) -> list[AttentionStatistics]:
-    """Returns per layer the statistics that `latent_fit` needs, from some queries of each row.
+    """Returns per layer the statistics that `latent_fit` needs, from some of each row's queries.
 
     Args:
-      rows_BT: rows as long as contexts will be: at a distance that they do not have, the fit is
-        free to drop a rotation, and keys there would win attention that they should not have.
-      moments: see `moments`, for the mean of a layer's inputs.
+      rows_BT: rows as long as later contexts: at distances that no row has, the fit may drop a
+        rotation, and keys at these distances would get too much attention.
+      moments: see `moments`; used for the mean of a layer's inputs.
     """
-    mechanisms, found = model.transformer.mechanisms, []
+    mechanisms, by_layer = model.transformer.mechanisms, []
     num_queries = len(rows_BT) * len(_sampled_queries(rows_BT.shape[1]))
     with progress.waiting("measuring attention") as doing:
         for i, parts in enumerate(LayerwisePass(model, rows_BT).layers(_attention_sums)):
@@ -76,14 +76,14 @@ def attention_statistics(
             distance_NT, changes_3N = (
                 np.sum(np.asarray(sums, np.float64), axis=0) for sums in zip(*parts, strict=True)
             )
-            of_logits, squared, _ = changes_3N / num_queries
+            logit_terms_N, squares_N, _ = changes_3N / num_queries
             mean_E = moments[i][-1] if mechanisms[i].bias else moments[i][-1, :-1]
-            found.append(AttentionStatistics(distance_NT, of_logits, squared, mean_E))
-    return found
+            by_layer.append(AttentionStatistics(distance_NT, logit_terms_N, squares_N, mean_E))
+    return by_layer
 
 
 def _attention_sums(attention: Attention, h_BTD: jax.Array, positions, attend: dict):
-    """Returns each head's attention by distance [N, S], and `_changes`, of sampled queries."""
+    """Returns, for sampled queries, each head's attention by distance [N, S] and `_changes`."""
     S = h_BTD.shape[1]
     sampled_T = _sampled_queries(S)
     p_BNTS, slope_BNTS, v_BSNH = _probabilities(attention, h_BTD, positions, attend, sampled_T)
@@ -97,7 +97,7 @@ def _attention_sums(attention: Attention, h_BTD: jax.Array, positions, attend: d
 
 
 def _sampled_queries(length: int) -> np.ndarray:
-    """Returns at most `_SENSITIVE_TOKENS` positions of a row, at equal distances; its last too."""
+    """Returns at most `_SENSITIVE_TOKENS` positions of a row, evenly spaced up to the last."""
     step = -(-length // _SENSITIVE_TOKENS)
     return np.arange(length - 1, -1, -step)[::-1]
 
@@ -105,10 +105,10 @@ def _sampled_queries(length: int) -> np.ndarray:
 def _probabilities(
     attention: Attention, h_BSD: jax.Array, positions, attend: dict, sampled_T=slice(None)
 ):
-    """Returns attention's probabilities [B, N, T, S], slopes and each head's values [B, S, N, H].
+    """Returns attention's probabilities and slopes [B, N, T, S], and heads' values [B, S, N, H].
 
-    A slope is the derivative of a logit by q·k times the mechanism's scale: 1 without a soft cap
-    and `logit_factor`.
+    A slope is the derivative of a logit with respect to q·k times the mechanism's scale; it is 1
+    without a soft cap and `logit_factor`.
 
     Args:
       sampled_T: positions of the queries; default: all.

@@ -28,21 +28,21 @@ from kvjax.costs import formulas
 from kvjax.foundation import progress
 from kvjax.foundation.errors import UserError, warn
 
-DTYPE = jnp.dtype(jnp.bfloat16)  # of the cache, for budgets and reported sizes
-_KEY_WEIGHTS = (3.0, 10.0)  # of MLA, that `auto` tries
+DTYPE = jnp.dtype(jnp.bfloat16)  # the cache's, in budgets and reported sizes
+_KEY_WEIGHTS = (3.0, 10.0)  # values of `LatentAttention.key_weight` that `auto` tries
 _COMPARED_TOKENS = 8192  # calibration tokens whose perplexity decides between methods
-_EVERY = 4  # layers of which one is fitted to choose MLA's sizes
-_FEW_SWEEPS = 4
-# Weight of keys' errors when MLA's sizes are compared, less than in a fit. At a quarter of
-# SmolLM2-135M's cache, a latent of 32 and a RoPE key of 64 have the least error with weight 10 and
-# 2.9 times the perplexity; 64 and 32 have it with weight 3, and 2.0 times (rows of 512 tokens).
+_EVERY, _FEW_SWEEPS = 4, 4  # MLA's sizes are compared by short fits of every fourth layer
+# Weight of keys' errors in that comparison, lower than in the final fit. For a quarter of
+# SmolLM2-135M's cache, weight 10 selects a latent of 32 and a RoPE key of 64 channels, with 2.9
+# times the perplexity; weight 3 selects 64 and 32, with 2.0 times (rows of 512 tokens).
 _SIZE_KEY_WEIGHT = 3.0
 
 
 class Choice(NamedTuple):
-    """The methods of all layers.
+    """The method of every layer.
 
-    `compared` has the title and perplexity of the best candidate of each method.
+    Attributes:
+      compared: with "auto", title and perplexity of each method's best candidate.
     """
 
     methods: list[Method]
@@ -55,7 +55,10 @@ def cache_bytes(model: LazyModel) -> int:
 
 
 def check(options: argparse.Namespace, source: LazyModel) -> None:
-    """Raises a UserError, before text is read, if the model or the budget forbids the method."""
+    """Raises a UserError if the method does not apply to the model or exceeds --cache.
+
+    Reads no text.
+    """
     if options.method == "auto":
         return  # methods that do not apply are left out
     method, config = _make_method(options, source), source.transformer
@@ -83,7 +86,7 @@ def choose(
     Args:
       moments: see `calibration.moments`; None for the objective "weights".
       rows_BT: calibration text; None for the objective "weights".
-      long_BT: the same text in rows as long as contexts will be; for "mla" and "auto".
+      long_BT: the same text in rows as long as later contexts; for "mla" and "auto".
     """
     if options.method == "auto":
         return _best(options, source, moments, rows_BT, long_BT)
@@ -101,14 +104,15 @@ def _best(options, source: LazyModel, moments, rows_BT: np.ndarray, long_BT: np.
 
     best, lowest, compared = None, np.inf, []
     for name in options_lib.FITTED:
-        given = copy.copy(options)
-        given.method = name
-        options_lib.fill_method(given)
+        own = copy.copy(options)
+        own.method = name
+        options_lib.fill_method(own)
         try:
-            found = list(_candidates(given, source, moments, rows_BT, long_BT, all_sizes=True))
-            methods = found[0]
-            if len(found) > 1:  # without regressions, which take longer than comparisons
-                methods = found[int(np.argmin([measure(each, None) for each in found]))]
+            candidates = list(_candidates(own, source, moments, rows_BT, long_BT, all_sizes=True))
+            methods = candidates[0]
+            if len(candidates) > 1:  # compared without regressions, which would take longest
+                measured = [measure(candidate, None) for candidate in candidates]
+                methods = candidates[int(np.argmin(measured))]
             measured = measure(methods, regressing_BT)
         except UserError as error:
             warn(f"--method={name} is left out: {error}")
@@ -126,7 +130,10 @@ def _best(options, source: LazyModel, moments, rows_BT: np.ndarray, long_BT: np.
 def _candidates(
     options, source: LazyModel, moments, rows_BT, long_BT, *, all_sizes: bool = False
 ) -> Iterator[list[Method]]:
-    """Yields the methods of all layers; several for MLA with `all_sizes`."""
+    """Yields candidates, each with the method of every layer.
+
+    There is one, or with `all_sizes` and MLA one for every size and key weight.
+    """
     method, count = _make_method(options, source), source.transformer.block.num_layers
     if isinstance(method, LatentAttention):
         statistics = calibration.attention_statistics(source, long_BT[:, :-1], moments)
@@ -153,7 +160,10 @@ def _candidates(
 
 
 def _make_method(options: argparse.Namespace, source: LazyModel) -> Method:
-    """Returns the method; its keys have as many channels in layers with RoPE as in others."""
+    """Returns the method; where only some layers have RoPE, no layer's keys are absorbed.
+
+    Absorbed keys would have fewer channels than the keys of layers with RoPE.
+    """
     method = options_lib.make_method(options)
     rotates = {kind.rope_base is not None for _, kind in source.transformer.layers}
     if isinstance(method, ThinKeys) and len(rotates) > 1:
@@ -162,7 +172,7 @@ def _make_method(options: argparse.Namespace, source: LazyModel) -> Method:
 
 
 def _pooled(options, source: LazyModel) -> PooledHeads:
-    """Returns the pooling to the most KV heads within --cache."""
+    """Returns the method with the most KV heads that --cache allows."""
     heads = source.transformer.mechanisms[0].num_kv_heads
     for rank in range(heads, 0, -1):
         if heads % rank == 0 and rank / heads <= options.cache:
@@ -177,10 +187,12 @@ def _pooled(options, source: LazyModel) -> PooledHeads:
 
 
 def _latent_sizes(options, source: LazyModel, method: LatentAttention) -> Iterator[LatentAttention]:
-    """Yields MLA with each width of the RoPE key, a head's or 1/2 or 1/4 of it, within --cache.
+    """Yields MLA with RoPE keys as wide as a head's key, half and a quarter of it.
+
+    Each has the largest latent that --cache allows.
 
     Raises:
-      UserError: none is within the budget.
+      UserError: --cache allows none of them.
     """
     mechanism = source.transformer.mechanisms[0]
     element_bytes = DTYPE.itemsize * len(source.transformer.mechanisms)
@@ -201,7 +213,7 @@ def _latent_sizes(options, source: LazyModel, method: LatentAttention) -> Iterat
 
 
 def _least_error(sizes, source: LazyModel, moments, statistics) -> LatentAttention:
-    """Returns the sizes with the least error, summed over every fourth layer."""
+    """Returns the sizes with the least error over every fourth layer."""
     if len(sizes) == 1:
         return sizes[0]
     errors = np.zeros(len(sizes))
@@ -252,7 +264,7 @@ def _ranks(options, method: Method, source: LazyModel, moments) -> list[int]:
 def _split(
     options, method: ThinKeys, source: LazyModel, moments, rows_BT: np.ndarray | None
 ) -> ThinKeys:
-    """Returns the method with a rank of keys and a rank of values, equal in all layers."""
+    """Returns the method with --cache split into ranks of keys and values, equal in all layers."""
     sensitivities = None
     if method.objective == "outputs":
         sensitivities = calibration.sensitivities(source, rows_BT[:, :-1])
@@ -270,15 +282,15 @@ def _split(
 def _warn_of_shortfall(
     layers: list[RankChoices], lost: list[list[float]], ranks: list[int], energy: float
 ) -> None:
-    """Warns of layers that keep less energy than --energy at every rank that shrinks the cache."""
+    """Warns of layers that keep less than --energy at every rank that shrinks the cache."""
     shortfalls = []
     for i, (layer, losses, rank) in enumerate(zip(layers, lost, ranks, strict=True)):
         kept = 1 - losses[layer.ranks.index(rank)]
         if kept < energy - 1e-9:
-            shortfalls.append(f"layer {i} {kept:.4f} at rank {rank}")
+            shortfalls.append(f"layer {i} keeps {kept:.4f} at rank {rank}")
     if shortfalls:
         more = f" and {len(shortfalls) - 4} more" if len(shortfalls) > 4 else ""
         warn(
-            f"--energy={energy}: no rank that makes the cache smaller reaches it: "
+            f"--energy={energy}: no rank that makes the cache smaller keeps this share: "
             f"{', '.join(shortfalls[:4])}{more}"
         )

@@ -1,4 +1,4 @@
-"""A model whose attention is converted by a method, layer by layer as it is read."""
+"""A model whose attention is converted while it is read, one layer at a time."""
 
 from collections.abc import Sequence
 
@@ -44,11 +44,11 @@ class ConvertedModel:
 
         Args:
           by_layer: the method of each layer; they may differ in rank.
-          moments: of each layer's inputs, see `calibration.moments`; None for the objective
-            "weights".
+          moments: second moments of each layer's inputs, see `calibration.moments`; None for the
+            objective "weights".
 
         Raises:
-          UserError: a layer that the method cannot convert.
+          UserError: the method cannot convert a layer.
         """
         config = source.transformer
         self._source, self._methods, self._moments = source, by_layer, moments
@@ -65,7 +65,7 @@ class ConvertedModel:
         self.transformer = TransformerConfig(
             block=config.block, mechanisms=mechanisms, vocab_size=config.vocab_size
         )
-        # The last converted layer: a layer's parameters are read one after the other.
+        # Kept because a layer's parameters are read one after the other.
         self._last: tuple[int, dict] | None = None
 
     def parameters(self) -> Parameters:

@@ -14,7 +14,7 @@ import scipy.linalg
 from kvjax.foundation import runtime
 
 SWEEPS = 100  # maximum per rank
-TOLERANCE = 1e-5  # share of the energy; a sweep that gains less is the last
+TOLERANCE = 1e-5  # the last sweep lowers the error by less than this share of the energy
 _RIDGE = 1e-9  # relative to the mean energy of an input channel
 _SMALL = 2048  # rows below which BLAS's threads mostly wait for each other
 
@@ -24,8 +24,8 @@ einsum = functools.partial(np.einsum, optimize=True)  # by BLAS
 def few_threads(rows: int):
     """Returns a context in which BLAS uses one thread if matrices have few rows.
 
-    30 layers of 576 channels took 42.6 s with two threads on two cores that another process also
-    used, and 1.0 s with one thread.
+    On two cores shared with another process, 30 layers of 576 channels took 42.6 s with two
+    threads and 1.0 s with one.
     """
     return runtime.blas_threads(1 if rows < _SMALL else None)
 
@@ -38,15 +38,8 @@ class Factors(NamedTuple):
     error: float  # share of the energy that is lost
 
 
-def gram(w_EKH: np.ndarray, moment_EE: np.ndarray) -> np.ndarray:
-    """Returns [K, H, K, H] inner products of output channels over the inputs."""
-    E, K, H = w_EKH.shape
-    flat_EC = w_EKH.reshape(E, K * H)
-    return (flat_EC.T @ (moment_EE @ flat_EC)).reshape(K, H, K, H)
-
-
 def energies(w_EKH: np.ndarray, moment_EE: np.ndarray, *, latents: int) -> np.ndarray:
-    """Returns [J, K/J·H] descending energies of the principal directions of each latent's heads."""
+    """Returns descending energies [J, K/J·H] of the principal directions of each latent's heads."""
     return np.stack([values[::-1] for values, _ in _spectra(w_EKH, moment_EE, latents)])
 
 
@@ -84,13 +77,12 @@ def balance_scales(
 ) -> np.ndarray:
     """Returns a scale s per channel that makes the RMS of `left * s` and `right / s` equal.
 
-    Adam's and Muon's steps have one size for all weights, so a factor of large numbers would hardly
+    Adam and Muon take steps of one size for all weights, so a factor of large numbers would hardly
     change in training. Channels that are zero in either factor keep their scale.
 
     Args:
-      axes: of each factor, the axes to average over.
+      axes: the axes of each factor to average over.
     """
-
     left_rms, right_rms = (
         np.sqrt(np.mean(x**2, axis=over)) for x, over in zip((left, right), axes, strict=True)
     )
@@ -127,8 +119,8 @@ def base_and_residual(
 
     Args:
       bases: J; head k uses base k·J // K.
-      rotations: free rotations: "none", "pairs" (of channels i and i + H/2, which commute with
-        RoPE) or "all".
+      rotations: rotations that the fit may choose: "none", "pairs" (within channel pairs i and
+        i + H/2, which commute with RoPE) or "all".
       step: visit the multiples of `step` on the way to R; 0: start R directly from rank 0.
       sweeps: maximum per rank.
       tolerance: stop when a sweep lowers the error by less than this share of the energy.
@@ -147,7 +139,7 @@ def losses_by_rank(
     """Returns the share of the energy that `base_and_residual` loses at each of these ranks.
 
     Args:
-      ranks: ascending multiples of its `step`; the last may be any rank.
+      ranks: multiples of `step`, ascending; the last may be any rank.
     """
     with runtime.blas_threads(1):
         fit, losses = _AlternatingFit(w_EKH, moment_EE, bases, rotations), []
@@ -191,7 +183,7 @@ class _AlternatingFit:
                 break
 
     def lost(self, rank: int) -> float:
-        """Returns the share of the energy lost with optimal residuals for the last bases."""
+        """Returns the lost share of the energy, with optimal residuals for the present bases."""
         return self._factors(rank)[-1]
 
     def result(self, rank: int) -> BaseAndResidual:

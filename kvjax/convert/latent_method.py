@@ -1,4 +1,4 @@
-"""Conversion of MHA and GQA with RoPE to MLA without a norm; `latent_fit` has the maths."""
+"""Converts MHA and GQA with RoPE to MLA without a norm; `latent_fit` has the maths."""
 
 import dataclasses
 
@@ -16,10 +16,10 @@ from kvjax.layers import rope as rope_lib
 from kvjax.layers.rope import Base
 
 SWEEPS = 12
-# Weight of keys' errors beside `AttentionStatistics.key_weight_N`, which takes errors of tokens as
-# independent. Errors of a low-rank key are not: they share the directions that were dropped, and
-# add up. SmolLM2-135M at half of its cache: perplexity 43.5, 39.8, 37.3 and 38.8 at weights 1, 3,
-# 10 and 30, of 32.6 before (4,096 tokens, one run, a prototype: experiments/LOG.md).
+# Factor on `AttentionStatistics.key_weight_N`, which assumes that errors of different tokens are
+# independent. Errors of low-rank keys add up instead, since all lie in the dropped directions. At
+# half of its cache, SmolLM2-135M has perplexity 43.5, 39.8, 37.3 and 38.8 with factors 1, 3, 10 and
+# 30, from 32.6 before (4,096 tokens, one run, a prototype: experiments/LOG.md).
 KEY_WEIGHT = 10.0
 
 
@@ -32,7 +32,7 @@ class LatentAttention:
       rope_dim: channels of the RoPE key, even; 0: as many as a head's key has. It rotates with
         frequencies base^(-2i / rope_dim), as in every model with MLA.
       key_weight: see `KEY_WEIGHT`.
-      statistics: of the layer; None before calibration.
+      statistics: the layer's statistics; None before calibration.
     """
 
     rank: int
@@ -109,8 +109,8 @@ class LatentAttention:
             "rope_key": fit.rope_key_EP * scale_P,
         }
         if layer.has_biases:
-            # The latent's constant is the same in all of a query's logits, and passes through
-            # attention in values.
+            # The latent's bias adds one number to all logits of a query, which changes no
+            # probability, and one vector to all values, which passes into the output bias.
             constant_NV = einsum("C,CNV->NV", fit.latent_EC[-1], up_value_CNV)
             out_bias_D = layer.out_bias_D + einsum("NV,NVD->D", constant_NV, layer.out_NHD)
             layer = dataclasses.replace(layer, out_bias_D=out_bias_D)
@@ -121,17 +121,14 @@ class LatentAttention:
         """Fits MLA's maps to a layer."""
         layer = layer_lib.drop_redundant_biases(layer)
         head_dim = layer.key_EKH.shape[-1]
-        scaled = self.statistics.key_weight_N * (
-            self.key_weight / head_dim
-        )  # logits are over sqrt(H)
+        widths = head_dim, self.rope_dim or head_dim
+        # Logits are divided by sqrt(head_dim).
+        key_weight_N = self.statistics.key_weight_N * (self.key_weight / head_dim)
         return latent_fit.fit(
             layer,
             moment_EE,
-            self.statistics._replace(key_weight_N=scaled),
-            tuple(rope_lib.frequencies(dim, layer.rope) for dim in (head_dim, self._width(layer))),
+            self.statistics._replace(key_weight_N=key_weight_N),
+            tuple(rope_lib.frequencies(width, layer.rope) for width in widths),
             self.rank,
             sweeps=self.sweeps,
         )
-
-    def _width(self, layer: Layer) -> int:
-        return self.rope_dim or layer.key_EKH.shape[-1]

@@ -19,7 +19,7 @@ from kvjax.layers.rope import Base
 
 # Whitening raises weak directions to this share of the strongest, so that its inverse is bounded.
 _FLOOR = 1e-4
-_NEGLIGIBLE = 1e-24  # largest second moment of a head that does nothing
+_NEGLIGIBLE = 1e-24  # a head whose second moment is not larger counts as zero
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Layer:
     Attributes:
       qk_norm: see `GroupedConfig.qk_norm`.
       gains: [H] gains of `query_norm` and `key_norm`; empty unless `qk_norm` is "rms_gain".
-      rope: specifies the frequencies with which queries and keys rotate; None: they do not.
+      rope: base of RoPE; None: no RoPE.
     """
 
     query_ENH: np.ndarray
@@ -50,12 +50,12 @@ class Layer:
         return w[:-1] if self.has_biases else w
 
     def identity_moment(self) -> np.ndarray:
-        """Returns the [E, E] second moment of white inputs, the objective "weights"."""
+        """Returns the [E, E] identity, the second moment that the objective "weights" assumes."""
         return np.eye(self.query_ENH.shape[0])
 
 
 def check(mechanisms: Sequence[MechanismConfig]) -> None:
-    """Raises a UserError unless all are MHA, GQA or MQA with separate keys and values."""
+    """Raises a UserError unless all mechanisms are MHA, GQA or MQA with untied values."""
     for config in mechanisms:
         plain = isinstance(config, GroupedConfig) and config.rank == 0 and config.tie == "none"
         plain = plain and config.num_bases == config.num_kv_heads
@@ -76,8 +76,8 @@ def check(mechanisms: Sequence[MechanismConfig]) -> None:
 def read(weights: dict, config: GroupedConfig, *, rope: Base | None) -> Layer:
     """Returns the `Layer` of an `Attention`'s weights, given as a pure dict of one layer.
 
-    `logit_scale` is multiplied into the queries, or into the gains of their norm: converted
-    mechanisms do without it. Gains of the kind 1 + weight become gains.
+    Converted mechanisms have no `logit_scale`: it is multiplied into the queries, or into the gains
+    of their norm. Gains stored as 1 + weight ("rms_offset") become plain gains.
     """
     inner = weights["mechanism"]
     factor = config.scale * config.key_dim**0.5 if config.logit_scale else 1.0
@@ -159,8 +159,9 @@ def whitening(layer: Layer, moment_EE: np.ndarray) -> tuple[BasisChange, BasisCh
 
     In the new basis each KV head's queries have a unit second moment, and its output projections a
     unit Gram matrix. The squared error of a key is then the mean squared error of its logits, and
-    of a value the mean squared error of the output. Under RoPE queries have a unit second moment
-    only on average over rotations: one scale per channel pair. Normalised keys keep their basis.
+    the squared error of a value that of the output. Under RoPE there is one scale per channel pair,
+    so the queries' second moment is a unit one only on average over rotations. Normalised keys keep
+    their basis.
 
     Args:
       moment_EE: second moment of the layer's inputs.
@@ -181,8 +182,9 @@ def whitening(layer: Layer, moment_EE: np.ndarray) -> tuple[BasisChange, BasisCh
 def logit_variance(layer: Layer, moment_EE: np.ndarray) -> float:
     """Returns the mean square of a logit over heads and independent pairs of query and key.
 
-    A share of the keys' energy after `whitening` is the same share of this variance. Under RoPE it
-    is the mean over rotations. Normalised queries and keys have mean square 1 before their gains.
+    Keys that lose a share of their energy after `whitening` lose the same share of this variance.
+    Under RoPE it is the mean over rotations. Normalised queries and keys have mean square 1 before
+    their gains.
     """
     N, H = layer.query_ENH.shape[1:]
     if layer.qk_norm != "none":

@@ -1,4 +1,4 @@
-"""A forward pass that holds one layer's weights at a time, with the activations of all rows."""
+"""A forward pass that keeps all rows' activations in memory, but only one layer's weights."""
 
 from collections.abc import Callable, Collection, Iterator
 import functools
@@ -17,7 +17,7 @@ from kvjax.model.layer_kinds import LayerKind
 from kvjax.model.transformer import Block, Compute, Transformer
 
 BATCH_ROWS = 4
-_BATCH_TOKENS = 4096  # fewer long rows: attention needs memory for every pair of tokens
+_BATCH_TOKENS = 4096  # limit for batches of long rows: attention's memory is quadratic in length
 _COMPUTE = Compute(query_chunk=64)
 
 
@@ -25,10 +25,10 @@ class LayerwisePass:
     """A forward pass of rows of tokens, layer by layer, in float32.
 
     Attributes:
-      x: [B, T, D] activations of each batch of rows after the layers run so far.
+      x: [B, T, D] activations of each batch of rows, after the layers that have been run.
 
     Args:
-      attention: attention class of the blocks; same weights as `Attention`.
+      attention: class that replaces `Attention` in the blocks; it must have the same weights.
     """
 
     def __init__(
@@ -44,8 +44,8 @@ class LayerwisePass:
         """Runs the layers one by one; yields per layer the results of `observe`, one per batch.
 
         Args:
-          observe: function of a layer's attention, its inputs [B, T, D], their positions, and
-            `causal` with `LayerKind.attend` as a dict.
+          observe: function of a layer's attention, its inputs [B, T, D], their positions, and a
+            dict of attention's options (`causal` and those of `LayerKind.attend`).
         """
         length = self.x[0].shape[1]
 
@@ -61,7 +61,7 @@ class LayerwisePass:
             for b, x_BTD in enumerate(self.x):
                 result, self.x[b] = program(mechanism, kind)(weights, x_BTD)
                 observed.append(result)
-            # A layer that is queued behind others holds its temporary buffers already.
+            # Wait, since a queued layer would already allocate its temporary buffers.
             jax.block_until_ready(self.x)
             yield observed
 
@@ -79,19 +79,19 @@ class LayerwisePass:
 
         for x_BTD, batch_BT in zip(self.x, row_batches(targets_BT), strict=True):
             yield np.asarray(nats(norm, head_DV, x_BTD, batch_BT))
-        head_DV.delete()  # a copy of a tied embedding, or else freed below
+        head_DV.delete()  # a tied embedding was copied; `_free` would miss the copy
         _free(outer)
 
 
 class _Identity(nnx.Module):
-    """Final norm of a model that has none."""
+    """Stands in for the final norm of a model without one."""
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return x
 
 
 def row_batches(rows_BT: np.ndarray) -> list[np.ndarray]:
-    """Splits rows into batches of at most `BATCH_ROWS`; long rows, fewer (`_BATCH_TOKENS`)."""
+    """Splits rows into batches of at most `BATCH_ROWS` rows and `_BATCH_TOKENS` tokens."""
     size = max(1, min(BATCH_ROWS, _BATCH_TOKENS // rows_BT.shape[1]))
     return [rows_BT[i : i + size] for i in range(0, len(rows_BT), size)]
 
@@ -107,7 +107,7 @@ def _load_outer(model: LazyModel, names: Collection[str]) -> Transformer:
 
 
 def _free(outer: Transformer) -> None:
-    """Frees loaded weights now: a module refers to itself, and waits for garbage collection."""
+    """Frees loaded weights now: modules have reference cycles, which Python collects late."""
     for w in jax.tree.leaves(nnx.state(outer)):
         if isinstance(w, jax.Array) and not w.is_deleted():
             w.delete()

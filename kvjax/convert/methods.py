@@ -1,10 +1,11 @@
 """Conversion methods: each maps one layer's attention to a form with a smaller cache.
 
-`ThinKeys` (sections 2.3 and 3.5): keys, or keys and values, of low rank whose latents are cached,
-per head or jointly for all heads. `LowRankKV` (LRKV): bases that KV heads share plus a low-rank
-residual per head. Both minimise one of three errors: of the `weights`, as in the papers (biases
-are factored as a row of the matrix; the authors of thin keys leave them whole), of keys and values
-on calibration `inputs`, or of logits and attention `outputs` on them.
+`ThinKeys` factors keys, or keys and values, and caches their low-rank latents: one per head, or one
+for all heads (arXiv 2603.04427, sections 2.3 and 3.5). `LowRankKV` is LRKV: bases that KV heads
+share plus a low-rank residual per head. Both minimise one of three errors: of the `weights`, as in
+the papers; of keys and values on calibration `inputs`; or of logits and attention `outputs` on
+these inputs. Biases are factored as a last row of the matrix (thin keys' authors do not factor
+them).
 """
 
 from collections.abc import Sequence
@@ -57,8 +58,8 @@ class Method(Protocol):
         """Returns the layer's converted weights.
 
         Args:
-          moment_EE: second moment of the layer's inputs, with a last row and column for the biases'
-            1 if it has biases; the identity for the objective "weights".
+          moment_EE: second moment of the layer's inputs, which end with a 1 if it has biases; the
+            identity for the objective "weights".
         """
 
 
@@ -67,13 +68,14 @@ class ThinKeys:
     """Keys or values of low rank, with the latents cached.
 
     Attributes:
-      rank: channels of a latent; of each KV head, or with mode "joint" of all heads together.
+      rank: channels of a latent.
+      mode: "per_head": one latent per KV head; "joint": one for all heads.
       part: the projections that are factored. "value", "query" and "both" (queries and keys) are
         controls; queries are not cached, so their factors are multiplied out again.
-      absorb: multiply a head's up-projection into other weights where no RoPE or norm prevents it:
-        of keys into queries, of values into outputs. Off where ranks differ by layer, because key
-        channels would differ, too.
-      value_rank: rank of values with part "key_value"; 0: as `rank`.
+      absorb: with mode "per_head", multiply keys' up-projections into queries and values' into
+        outputs where no RoPE or norm prevents it. Must be off if ranks differ by layer, because
+        key channels would differ, too.
+      value_rank: rank of values with part "key_value"; 0: `rank`.
     """
 
     rank: int
@@ -192,7 +194,7 @@ class ThinKeys:
     def energy_losses(
         self, layer: Layer, moment_EE: np.ndarray, ranks: Sequence[int]
     ) -> list[float]:
-        """Returns by rank the mean loss over the factored projections."""
+        """Returns, by rank, the lost share of energy as a mean over the factored projections."""
         layer = layer_lib.drop_redundant_biases(layer)
         key_change, value_change = self._basis_changes(layer, moment_EE)
         weights = dict(query=layer.query_ENH)
@@ -211,7 +213,7 @@ class ThinKeys:
         self, layer: Layer, moment_EE: np.ndarray
     ) -> tuple[BasisChange, BasisChange]:
         """Returns the basis changes of keys and of values in which the SVD is taken."""
-        # Queries change logits only through keys: their errors are measured on inputs.
+        # Whitening is by queries, so it cannot weigh the errors of queries themselves.
         factors_queries = self.part in ("query", "both")
         return factored_layer.basis_changes(
             layer, moment_EE, "inputs" if factors_queries else self.objective
@@ -231,7 +233,7 @@ class ThinKeys:
         return heads if self.mode == "per_head" else 1
 
     def _absorbed(self, qk_norm: str, rope: Base | None) -> dict[str, bool]:
-        """Returns True for keys, and for values, if their up-projection is absorbed."""
+        """Returns whether the up-projection of keys is absorbed, and that of values."""
         per_head = self.absorb and self.mode == "per_head"
         return dict(key=per_head and not rope and qk_norm == "none", value=per_head)
 
@@ -241,10 +243,10 @@ class LowRankKV:
     """LRKV: bases that KV heads share, and a low-rank residual per head.
 
     Attributes:
-      rank: R of the residuals.
-      bases: J, a divisor of the number of KV heads.
-      align: rotate heads towards each other first, by rotations that leave attention unchanged.
-      step: fit the multiples of `step` on the way to `rank`, see `factors.base_and_residual`.
+      rank: rank R of the residuals.
+      bases: number J of bases, a divisor of the number of KV heads.
+      align: first rotate heads towards each other; the rotations leave attention unchanged.
+      step: as in `factors.base_and_residual`.
     """
 
     rank: int
@@ -281,7 +283,7 @@ class LowRankKV:
         value_change, value = self._factors(
             layer, layer.value_EKH, value_change, moment_EE, self._value_rotations
         )
-        # Queries and outputs take the inverse changes; keys and values are replaced by factors.
+        # For queries and outputs; the changed keys and values are replaced by factors.
         layer = layer_lib.change_basis(layer, key_change, value_change)
         projections = {
             "query": layer.query_ENH,
@@ -305,10 +307,11 @@ class LowRankKV:
         moment_EE: np.ndarray,
         rotations: str,
     ) -> tuple[BasisChange, factors.BaseAndResidual]:
-        """Fits bases and residuals of keys or values; returns their basis and the fit.
+        """Fits bases and residuals of keys or values; returns their basis change and the fit.
 
-        The fit is done in the whitened, rotated basis of each head. Afterwards heads that share a
-        base return to one common basis: the mean of the squared scales undoes whitening on average.
+        The fit is done in each head's own basis, whitened and rotated. Heads that share a base then
+        need one basis: the inverse root of the mean of their squared basis changes is applied to
+        all of them, which undoes whitening on average.
         """
         fit = factors.base_and_residual(
             basis.apply(w_EKH),
@@ -344,7 +347,7 @@ class LowRankKV:
     def energy_losses(
         self, layer: Layer, moment_EE: np.ndarray, ranks: Sequence[int]
     ) -> list[float]:
-        """Returns by rank the mean loss of keys and values."""
+        """Returns, by rank, the lost share of energy as a mean of keys and values."""
         layer = layer_lib.drop_redundant_biases(layer)
         key_change, value_change = factored_layer.basis_changes(layer, moment_EE, self.objective)
 
@@ -372,6 +375,6 @@ def shared_keys(config: GroupedConfig) -> dict:
     """Returns the config keys that a new mechanism takes from the old one."""
     keys = ("num_heads", "num_kv_heads", "key_dim", "value_dim", "qk_norm", "bias", "norm_epsilon")
     shared = {key: getattr(config, key) for key in keys}
-    if config.qk_norm == "rms_offset":  # see `layer.read`
+    if config.qk_norm == "rms_offset":  # `layer.read` converts its gains
         shared["qk_norm"] = "rms_gain"
     return shared

@@ -13,7 +13,7 @@ FITTED = ("thin_keys", "lrkv", "mla", "gqa")  # methods that `auto` compares
 METHODS = ("none", *FITTED, "auto")
 _RANKS = ("rank", "energy", "cache")  # exactly one is given
 _CALIBRATION = ("calibrate", "calibrate_tokens", "refit")
-_METHODS_WITH = {  # an option: the methods that have it
+_METHODS_WITH = {  # by option, the methods that it applies to
     "cache": METHODS[1:],
     **dict.fromkeys(("multiple", *_CALIBRATION), ("thin_keys", "lrkv", "mla", "auto")),
     "rank": FITTED,
@@ -28,14 +28,11 @@ _METHODS_WITH = {  # an option: the methods that have it
 def fill_defaults(options: argparse.Namespace, default: Callable[[str], object]) -> None:
     """Fills in options whose default depends on other options.
 
-    --cache alone means keys and values of low rank. --rank is per head unless a mode is given, as
-    in the paper; otherwise the latent is joint, which loses less at the same cache size.
-
     Args:
       default: returns an option's default by name.
 
     Raises:
-      UserError: impossible values, or options of another method.
+      UserError: a value is impossible, or an option does not apply to the method.
     """
     if options.method is None:
         options.method = "none" if options.cache is None else "thin_keys"
@@ -48,7 +45,11 @@ def fill_defaults(options: argparse.Namespace, default: Callable[[str], object])
 
 
 def fill_method(options: argparse.Namespace) -> None:
-    """Fills in the options of thin keys."""
+    """Fills in --mode and --part of thin_keys.
+
+    With --rank each head has a latent, as in the paper. --cache and --energy choose a joint latent,
+    which loses less at the same cache size. Only --cache also factors values.
+    """
     if options.method == "thin_keys":
         options.mode = options.mode or ("per_head" if options.rank is not None else "joint")
         options.part = options.part or ("key" if options.cache is None else "key_value")
@@ -60,7 +61,7 @@ def can_refit(method: str) -> bool:
 
 
 def splits_budget(options: argparse.Namespace) -> bool:
-    """Returns True if a cache budget is split between keys and values."""
+    """Returns True if --cache is split between keys and values."""
     return options.cache is not None and options.part == "key_value"
 
 
@@ -80,11 +81,11 @@ def _check(options: argparse.Namespace, default: Callable[[str], object]) -> Non
             raise UserError(f"--{name}={value}: only with --objective=inputs or outputs")
     if options.method != "none":
         _check_rank(options)
-    make_method(options)  # checks what only the method knows
+    make_method(options)  # raises for values that the method itself refuses
 
 
 def _check_rank(options: argparse.Namespace) -> None:
-    """Raises a UserError unless one option gives the rank, and the part supports that option."""
+    """Raises a UserError unless exactly one option gives the rank, and suits --part."""
     rank_options = [name for name in _RANKS if getattr(options, name) is not None]
     if not rank_options:
         examples = dict(rank="--rank=32", energy="--energy=0.95", cache="--cache=0.5")
@@ -113,7 +114,10 @@ def _check_rank(options: argparse.Namespace) -> None:
 
 
 def make_method(options: argparse.Namespace) -> Method | None:
-    """Returns the method, of rank 1 if layers get their own ranks; None for "none" and "auto"."""
+    """Returns the method, or None for "none" and "auto".
+
+    Its rank is a placeholder where --energy or --cache chooses ranks later.
+    """
     if options.method in ("none", "auto"):
         return None
     by_layer = options.rank is None and not splits_budget(options)

@@ -1,4 +1,4 @@
-"""Perplexity of a model on rows of tokens, and the rows of a text."""
+"""Reads the rows of a text, and measures a model's perplexity on them."""
 
 import math
 import re
@@ -34,12 +34,12 @@ def rows(
     Args:
       source: as config.data.source; prepared once and cached.
       tokenizer: path of a tokenizer.json.
-      split: of "train" rows are spread evenly, of "validation" they are the first.
+      split: "train": rows spread evenly over the text; "validation": its first rows.
       key: option that names the source, for messages.
       text_key: as config.data.text_key.
 
     Raises:
-      UserError: no such source, or a text too short for one row.
+      UserError: there is no such source, or it is too short for one row.
     """
     try:
         config = DataConfig(
@@ -74,7 +74,7 @@ def _warn_of_fragments(dataset: loader.PackedDataset, rows_BT: np.ndarray, text:
     if share > _FRAGMENTS:
         warn(
             f"{text}: {share:.1f} tokens per character: the tokenizer has no words of this "
-            "language, and statistics on fragments of characters say little of other texts"
+            "language, and statistics on fragments of characters say little about other texts"
         )
 
 
@@ -102,9 +102,9 @@ def name_options(message: str, key: str) -> str:
 
 
 def perplexity(model: LazyModel, rows_BT: np.ndarray) -> float:
-    """Returns exp of the mean loss in nats over all tokens but each row's first, in float32.
+    """Returns exp of the mean loss in nats over all tokens but each row's first.
 
-    One layer's weights are in memory at a time.
+    Computes in float32, with one layer's weights in memory at a time.
 
     Raises:
       UserError: the mean loss is not finite, or its exponential overflows.

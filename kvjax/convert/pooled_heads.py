@@ -1,4 +1,4 @@
-"""Conversion to GQA with fewer KV heads, each the mean of several; a baseline."""
+"""Converts MHA and GQA to GQA with fewer KV heads; a baseline."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ class PooledHeads:
     """GQA with fewer KV heads, each the mean of several (Ainslie et al., arXiv 2305.13245).
 
     Attributes:
-      rank: KV heads that are left, a divisor of their number.
+      rank: new number of KV heads, a divisor of the old one.
     """
 
     rank: int

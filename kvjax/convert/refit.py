@@ -1,8 +1,8 @@
-"""Regresses the output projections of a converted model on what the original's attention returns.
+"""Regresses a converted model's output projections on the original attention's outputs.
 
-A method fits keys and values; errors of attention's outputs that are linear in the outputs of the
-heads can still be taken away by W_out, in closed form and for any method. Each layer reads the
-original's inputs, so that layers are independent and one is in memory at a time.
+A method fits keys and values. Afterwards a least-squares fit of W_out, in closed form, removes the
+errors of attention's outputs that are linear in the heads' outputs. Every layer gets the original
+model's inputs, so layers are independent and only one is in memory.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,9 +25,9 @@ from kvjax.model.config import BlockConfig, TransformerConfig
 from kvjax.model.layer_kinds import LayerKind
 from kvjax.model.parameters import Path
 
-LEAST_ROWS = 2  # to regress on one and to measure on another
-_HELD_OUT = 8  # the last one of so many rows decides whether a layer's regression is kept
-_RIDGE = 1e-4  # towards the weights before, relative to the mean square of the heads' outputs
+LEAST_ROWS = 2  # one to regress on, one to measure on
+_HELD_OUT = 8  # one row in 8 is held out, and decides whether a layer's regression is kept
+_RIDGE = 1e-4  # pull towards the unchanged weights, relative to the heads' mean squared output
 
 
 def converted_model(
@@ -40,13 +40,13 @@ def converted_model(
 
 
 class RefittedModel(ConvertedModel):
-    """A converted model with regressed output projections; layers are read in order.
+    """A converted model with regressed output projections.
 
-    Whenever the first layer is read, the original's pass begins anew.
+    Layers must be read in order; reading the first one restarts the original's forward pass.
 
     Attributes:
-      outputs_lost: by layer, the share of the outputs' energy that is lost on rows set apart,
-        before the regression and after it; filled in as layers are read.
+      outputs_lost: by layer, the lost share of the outputs' energy on held-out rows, before and
+        after the regression; filled in as layers are read.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class RefittedModel(ConvertedModel):
         if index == 0:
             self._observed, self._next = _observe(self._source, self._rows_BT), 0
         if index != self._next:
-            raise ValueError(f"layer {index} is read, layer {self._next} is the next")
+            raise ValueError(f"layer {index} is read, but layer {self._next} is next")
         self._next += 1
         weights, batches = super()._attention(index), next(self._observed)
         heads = _heads(self.transformer, index, weights, length=batches[0][0].shape[1])
@@ -77,7 +77,7 @@ class RefittedModel(ConvertedModel):
 
 
 def _observe(model: LazyModel, rows_BT: np.ndarray) -> Iterator[list[tuple]]:
-    """Yields per layer the inputs and outputs of attention, [B, T, D], of each batch."""
+    """Yields per layer a list of attention's inputs and outputs, [B, T, D], of each batch."""
 
     def observe(attention, h_BTD, positions, mask):
         return h_BTD, attention(h_BTD, positions, **mask)
@@ -86,7 +86,10 @@ def _observe(model: LazyModel, rows_BT: np.ndarray) -> Iterator[list[tuple]]:
 
 
 def _heads(config: TransformerConfig, index: int, weights: dict[Path, np.ndarray], *, length: int):
-    """Returns a function of inputs [B, T, D]: heads' outputs, and a 1 if outputs have a bias."""
+    """Returns a function from inputs [B, T, D] to the heads' outputs [B, T, X].
+
+    X has all heads' channels, and a constant 1 if attention's output has a bias.
+    """
     run = _program(config.block, *config.layers[index], length)
     N, V, _ = weights["out",].shape
     plain = weights | {("out",): np.eye(N * V, dtype=np.float32).reshape(N, V, N * V)}
@@ -127,15 +130,16 @@ def _projection(weights: dict[Path, np.ndarray]) -> np.ndarray:
 
 
 def _from_projection(w_XD: np.ndarray, like: dict[Path, np.ndarray]) -> dict[Path, np.ndarray]:
+    """Inverts `_projection`, with shapes from `like`."""
     shape = like["out",].shape
-    found = {("out",): w_XD[: shape[0] * shape[1]].reshape(shape).astype(np.float32)}
+    weights = {("out",): w_XD[: shape[0] * shape[1]].reshape(shape).astype(np.float32)}
     if ("out_bias",) in like:
-        found["out_bias",] = w_XD[-1].astype(np.float32)
-    return found
+        weights["out_bias",] = w_XD[-1].astype(np.float32)
+    return weights
 
 
 def _regressed(rows: list[tuple], before_XD: np.ndarray) -> np.ndarray:
-    """Returns the projection of least squared error, near the one before where text says little."""
+    """Returns the projection [X, D] by ridge regression towards `before_XD`."""
     moment_XX, cross_XD = np.zeros((len(before_XD), len(before_XD))), np.zeros(before_XD.shape)
     for o_TX, y_TD in rows:
         moment_XX += o_TX.T @ o_TX

@@ -250,9 +250,9 @@ def test_report_and_record(converted, text, tmp_path):
         "-----  ------  ------",
         *(f"{i}      {x['key']:.4f}  {x['value']:.4f}" for i, x in lost.items()),
         "",
-        f"lost of attention's outputs, mean over layers: {mean[0]:.4f} before the regression, "
-        f"{mean[1]:.4f} after (on",
-        "calibration rows that were set apart)",
+        f"lost share of attention's outputs, mean over layers: {mean[0]:.4f} before the "
+        f"regression, {mean[1]:.4f} after (on",
+        "held-out calibration rows)",
         "",
         "perplexity on 144 held-out tokens (held.jsonl): "
         f"{perplexity['before']:.3f} before, {perplexity['after']:.3f} after",
@@ -262,7 +262,7 @@ def test_report_and_record(converted, text, tmp_path):
         "python -m kvjax.generate --workdir=half --prompt='Once'",
     ]
     longer = "WARNING: --row_length = 48: source was trained on rows of 40 tokens "
-    few = "WARNING: --evaluate=held.jsonl: has 144 tokens of the 16,384 asked for"
+    few = "WARNING: --evaluate=held.jsonl: has 144 tokens, fewer than --evaluate_tokens = 16,384"
     assert errors == longer * 2 + few
 
 
@@ -295,9 +295,9 @@ def test_ranks_by_layer(converted):
     shares = [0.01080, 0.01679, 0.00859, 0.02198, 0.01842, 0.01793]
     assert [x["value"] for x in lost.values()] == pytest.approx(shares, rel=1e-3)
     assert errors == (
-        "WARNING: --energy=0.99: no rank that makes the cache smaller reaches it: layer 0 "
-        "0.9817 at rank 3, layer 1 0.9757 at rank 3, layer 2 0.9840 at rank 3, layer 3 0.9720 at "
-        "rank 3 and 2 more"
+        "WARNING: --energy=0.99: no rank that makes the cache smaller keeps this share: layer 0 "
+        "keeps 0.9817 at rank 3, layer 1 keeps 0.9757 at rank 3, layer 2 keeps 0.9840 at rank 3, "
+        "layer 3 keeps 0.9720 at rank 3 and 2 more"
     )
     _, errors, _ = converted("enough", *lrkv, "--energy=0.98", "--multiple=3")
     assert errors.count("layer") == 3 and "more" not in errors.partition("smaller")[2]

@@ -236,7 +236,7 @@ def test_attention_is_measured_on_long_rows(
     options += ["--calibrate_tokens=64", "--method=mla", "--cache=0.75", "--row_length=4"]
     status, _, errors = run(*options, "--evaluate_tokens=0", f"--attention_length={asked}")
     assert status == 2 and errors.endswith(f"measured on rows of {length}\n"), errors
-    assert ("are measured on " in errors) == bool(warned) and warned in errors
+    assert ("is measured on " in errors) == bool(warned) and warned in errors
 
 
 def test_command(run, imported, text, tmp_path):

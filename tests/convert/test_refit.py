@@ -76,5 +76,5 @@ def test_layers_are_read_in_order_and_may_be_read_again():
     for first, second in zip(read(), read(), strict=True):
         np.testing.assert_array_equal(first, second)
     model_lib.read_layer(model, 0, "attention")
-    with pytest.raises(ValueError, match="layer 2 is read, layer 1 is the next"):
+    with pytest.raises(ValueError, match="layer 2 is read, but layer 1 is next"):
         model_lib.read_layer(model, 2, "attention")
