@@ -6,9 +6,10 @@
     python -m kvjax.evaluate --compare=runs/a,runs/b
 
 Benchmarks are read from local files; if one is missing, the message names the download. RULER's
-prompts are generated, but for qa_1 and qa_2, which --file=ruler_qa_1=PATH adds. Every row
-is saved at once in WORKDIR/evaluations/STEP/, so that the same command resumes a killed evaluation.
-HumanEval's programs run in a sandbox. --compare evaluates nothing: it compares saved rows.
+prompts are generated, except those of its tasks qa_1 and qa_2, which need --file=ruler_qa_1=PATH.
+Every row is saved at once in WORKDIR/evaluations/STEP/, so that the same command resumes a killed
+evaluation. HumanEval's programs run in a sandbox. --compare evaluates nothing: it compares saved
+rows.
 """
 
 import argparse
@@ -55,7 +56,7 @@ def _parser() -> command_line.Parser:
     parser.add_output()
     add = parser.add_argument
     tasks = ", ".join(name for name in task_lib.NAMES if not name.startswith("ruler_"))
-    text = f"some of {tasks} (the first five), or tasks of RULER, as ruler_vt"
+    text = f"some of {tasks}, or single tasks of RULER, such as ruler_vt (the first five)"
     add("--tasks", default="", help=text)
     add("--data", default=datasets.FOLDER, help=f"the folder of all data sets ({datasets.FOLDER})")
     text = "TASK=PATH: another file or glob for a task; may be repeated"
@@ -68,13 +69,13 @@ def _parser() -> command_line.Parser:
     add("--calculator", default=calculator.MODES[0], help=text)
     text = "chat: ask for the whole function; completion: continue the prompt (chat)"
     add("--humaneval", default=generated.MODES[0], help=text)
-    text = "whose helpers 3 of HumanEval's tests call: the program's, as in the original, or the "
-    text += "prompt's, which no program can redefine (program)"
+    text = "helper functions that 3 of HumanEval's tests call: program: the program's, as in the "
+    text += "original; prompt: the prompt's, which no program can redefine (program)"
     add("--humaneval_helpers", default=generated.HELPERS[0], help=text)
     add("--sandbox", default="auto", help="auto, linux or wasm (auto: one that works here)")
     text = "run HumanEval's programs with limits but no sandbox; recorded in the results"
     add("--allow_unsandboxed_code", action="store_true", help=text)
-    text = "I/N: every N-th row from I on, for N processes that share the work (0/1)"
+    text = "I/N: evaluate every N-th row from row I on, so that N processes share the work (0/1)"
     add("--share", default="0/1", help=text)
     text = f"RULER: tokens of a prompt and its answer ({ruler.LENGTHS})"
     add("--ruler_lengths", default=ruler.LENGTHS, help=text)
@@ -140,7 +141,8 @@ def _evaluate(options: argparse.Namespace, out: Output) -> None:
     quantized.bits_of(options.cache_dtype)
     runtime.start()
     saved = trained.find(runtime.workdir(options.workdir), step=options.step)
-    folder = runtime.folder("--out", options.out) if options.out else _folder(saved)
+    folder = saved.workdir / FOLDER / str(saved.step)
+    folder = runtime.folder("--out", options.out) if options.out else folder
     positions = max_positions(saved.experiment.model)
     warnings = []
     if ruler_options:
@@ -248,22 +250,19 @@ def _dialogue(
     day: str,
     limit: int = render.LIMIT,
 ) -> Dialogue:
-    """Returns the model's chat format; plain text if it has none and no task needs it.
+    """Returns the model's chat format, or plain text if it has none and no task needs one.
 
     Args:
+      mode: format of HumanEval's prompts, one of `generated.MODES`.
       day: date for a chat template.
-      limit: tokens that prompts in nanochat's format are cut to.
+      limit: maximum tokens of prompts in nanochat's format, which are cut.
     """
     without_chat = {task_lib.CORE, "humaneval"} if mode == "completion" else {task_lib.CORE}
-    of_ruler = {name for name in names if task_lib.is_ruler(name)}  # in chat if there is one
+    of_ruler = {name for name in names if task_lib.is_ruler(name)}  # chat is optional for these
     is_plain = not of_ruler or saved.template is None
     if set(names) - of_ruler <= without_chat and is_plain and specials_lib.missing(saved.tokenizer):
         return PlainDialogue(saved.tokenizer)
     return dialogue_lib.of(saved, limit=limit, day=day)
-
-
-def _folder(saved: trained.SavedModel) -> epath.Path:
-    return saved.workdir / FOLDER / str(saved.step)
 
 
 # -- results ---------------------------------------------------------------------------------------
@@ -326,10 +325,10 @@ def _identity(name: str, about: Mapping[str, Any], data: Mapping[str, Any]) -> d
 
 
 def _defaults(saved: trained.SavedModel, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns values of identity keys that rows of earlier versions do not record.
+    """Returns the values of identity keys that earlier versions of kvjax did not save.
 
-    Template and day are taken to be the present ones, since every row's prompt is compared. Answers
-    ended at the tokens named in the model's files, and the calculator was nanochat's.
+    They ended answers at the tokens named in the model's files, and had nanochat's calculator.
+    Template and day default to the present ones: if they differ, so does the saved prompt of a row.
     """
     ends = options["ends"]
     if options["dialogue"] != "nanochat":

@@ -1,6 +1,6 @@
 """Compares two models on the same questions, from saved rows: `--compare=runs/a,runs/b`.
 
-Several seeds of a model are joined by +: `--compare=a0+a1+a2,b0+b1+b2`.
+A side may be several seeds of a model, joined by +: `--compare=a0+a1+a2,b0+b1+b2`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,10 +26,12 @@ _DEFAULTS = dict(calculator=calculator.MODES[0])  # keys that earlier versions d
 
 @dataclasses.dataclass(frozen=True)
 class Evaluated:
-    """Saved rows of one checkpoint: by task its identity, and verdicts (RULER: credits) by row.
+    """The saved rows of one checkpoint.
 
     Attributes:
-      chances: accuracy of guessing by CORE task, if the evaluation has all of CORE.
+      identities: by task, everything that determines its verdicts.
+      verdicts: by task and row, the verdict (of RULER: the credit).
+      chances: accuracy of guessing by CORE task; empty unless all of CORE was evaluated.
     """
 
     name: str
@@ -42,7 +44,7 @@ def groups(option: str) -> tuple[list[str], list[str]]:
     """Returns the workdirs of both sides.
 
     Raises:
-      UserError: not two sides.
+      UserError: the option does not have two sides.
     """
     sides = [[name.strip() for name in side.split("+")] for side in option.split(",")]
     if len(sides) != 2 or not all(name for side in sides for name in side):
@@ -58,10 +60,10 @@ def open(name: str, option: str = "--compare") -> Evaluated:
 
     Args:
       name: a workdir, or a folder of rows written by --out.
-      option: the option that names it, for messages.
+      option: the option that has the name, for messages.
 
     Raises:
-      UserError: there is none.
+      UserError: there is no such evaluation.
     """
     folder = runtime.path(option, name)
     if matching_entries(folder, "*.jsonl"):
@@ -95,16 +97,17 @@ def _read(name: str, folder: epath.Path) -> Evaluated:
 
 
 def compare(one: Sequence[Evaluated], other: Sequence[Evaluated]) -> dict[str, dict]:
-    """Compares verdicts on the questions that all models answered, by task; then means over tasks.
+    """Compares verdicts on the questions that all models answered, by task and as means over tasks.
 
-    Each entry has the score of both sides and their difference with its interval. Tasks also have
-    the number of questions and, if each side is a single model, the questions that only one of them
-    got right and the p-value of McNemar's exact test. `combined` is the mean of the five tasks,
-    `core` CORE's mean of centred accuracies; each needs all of its tasks. `ruler_LENGTH` is the
-    mean of RULER's tasks at that length.
+    Each entry has both sides' scores and their difference with its interval. A task's entry also
+    has the number of questions and, if each side is a single model, the numbers of questions that
+    only one of them got right and the p-value of McNemar's exact test. `combined` is the mean of
+    the five tasks, `core` CORE's mean of centred accuracies; both need all of their tasks.
+    `ruler_LENGTH` is the mean of RULER's tasks at that length.
 
     Raises:
-      UserError: no questions in common, or other data or options.
+      UserError: the models have no questions in common, or were evaluated with different data or
+        options.
     """
     everyone = [*one, *other]
     shared = [t for t in everyone[0].verdicts if all(t in e.verdicts for e in everyone)]

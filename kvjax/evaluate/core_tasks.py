@@ -1,9 +1,10 @@
 """CORE (DCLM, arXiv 2406.11794): 22 few-shot tasks for base models, scored as by nanochat.
 
 The bundle is a folder with `core.yaml`, `eval_meta_data.csv` and `eval_data/`. Rows are shuffled by
-Random(1337); the shots of row i are drawn from the other rows by Random(1234 + i). An answer is
-appended to the shots and its question; of several answers, the one with the lowest mean loss per
-token (nats) is chosen. CORE is the mean of (accuracy - chance)/(1 - chance).
+Random(1337); the shots of row i are drawn from the other rows by Random(1234 + i). A prompt is the
+shots and a question; the model chooses the option with the lowest mean loss per token (in nats). In
+language-modelling tasks, its greedy continuation must be the answer. CORE is the mean of
+(accuracy - chance)/(1 - chance).
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +32,7 @@ _KEYS = dict(  # types of a row's keys, by kind of task
 )
 COUNT = 22
 _BASELINE = "Random baseline"
-Sequences = list[tuple[list[int], list[int]]]  # contexts and continuations, as token ids
+Sequences = list[tuple[list[int], list[int]]]  # token ids of contexts and continuations
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,9 +42,9 @@ class CoreTask:
     Attributes:
       label: name of the task.
       kind: one of multiple_choice, schema and language_modeling.
-      delimiter: between a question and its answer.
+      delimiter: text between a question and its answer.
       chance: accuracy of guessing.
-      items: rows, shuffled.
+      items: shuffled rows.
       places: file and row number of each item, for messages.
     """
 
@@ -62,7 +63,7 @@ def read(folder: epath.Path) -> list[CoreTask]:
 
     Raises:
       MissingDataError: a file is missing.
-      DataError: a file that cannot be read, with file and row.
+      DataError: a file cannot be read; the message names file and row.
     """
     for name in ("core.yaml", "eval_meta_data.csv", "eval_data"):
         if not (folder / name).exists():
@@ -140,7 +141,7 @@ def _task(folder: epath.Path, entry: dict, baselines: Mapping[str, float]) -> Co
 
 
 def _check_row(item, kind: str, place: str) -> None:
-    """Raises a UserError for a row without the keys of its kind."""
+    """Raises a DataError for a row without the keys of its kind."""
     if not isinstance(item, dict):
         raise DataError(f"{place}: must have {', '.join(_KEYS[kind])}")
     types = _KEYS[kind].items()
@@ -155,7 +156,7 @@ def _check_row(item, kind: str, place: str) -> None:
 
 
 def ask(model: BenchmarkModel, task: CoreTask, indices: Sequence[int]) -> list[dict[str, Any]]:
-    """Scores some rows; returns a record for each."""
+    """Evaluates some rows; returns their saved form."""
     sequences, owners = [], []
     for i in indices:
         new = prompts(model, task, i)
@@ -204,7 +205,7 @@ def prompts(model: BenchmarkModel, task: CoreTask, i: int) -> Sequences:
         before = "".join(_shot(s["query"], s["choices"][s["gold"]], task) for s in shots)
         before += item["query"] + task.delimiter
         sequences = [encode(before + choice) for choice in item["choices"]]
-        start = _shared(sequences)  # tokens of the choices begin behind the common prefix
+        start = _shared(sequences)  # the choices begin after the common prefix
         return [_fitting(model, ids, min(start, len(ids) - 1)) for ids in sequences]
     before = "".join(_shot(s["context_options"][s["gold"]], s["continuation"], task) for s in shots)
     tail = task.delimiter + item["continuation"]
@@ -229,7 +230,7 @@ def _shared(sequences: Sequence[Sequence[int]]) -> int:
 
 
 def _fitting(model: BenchmarkModel, ids: list[int], start: int) -> tuple[list[int], list[int]]:
-    """Splits ids into context and continuation, after dropping the first of too many tokens."""
+    """Splits ids at `start` into context and continuation, after dropping leading excess tokens."""
     if model.positions is not None and len(ids) - 1 > model.positions:
         excess = len(ids) - 1 - model.positions
         ids, start = ids[excess:], max(1, start - excess)
@@ -237,5 +238,5 @@ def _fitting(model: BenchmarkModel, ids: list[int], start: int) -> tuple[list[in
 
 
 def label_of(task: CoreTask) -> str:
-    """Returns the name of a task's files of rows."""
+    """Returns the name of a task in results and in files of rows."""
     return f"core_{task.label}"

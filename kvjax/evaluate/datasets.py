@@ -12,7 +12,7 @@ from kvjax.evaluate.task import Task
 from kvjax.foundation import runtime
 from kvjax.foundation.errors import DataError, MissingDataError
 
-FOLDER = "~/data"  # as in the configs of mid-training
+FOLDER = "~/data"  # the default of mid-training's configs, too
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,8 +40,8 @@ def read(task: Task, folder: str, override: str = "") -> Questions:
       override: a file, folder or glob to read instead.
 
     Raises:
-      MissingDataError: no file; the message names the download.
-      DataError: a row of another form, with file and row.
+      MissingDataError: there is no file; the message names the download.
+      DataError: a row has another form; the message names file and row.
     """
     files = _override_files(task, override) if override else _default_files(task, folder)
     items, places = [], []
@@ -112,7 +112,7 @@ def _matching(pattern: epath.Path) -> list[epath.Path]:
 
 
 def data_info(all_questions: Mapping[str, Questions]) -> dict[str, dict]:
-    """Returns the description of the data for results."""
+    """Returns a description of each task's data, to be saved with results."""
     return {
         name: dict(files=list(q.files), sha256=q.digest, rows=len(q.items), published=q.task.rows)
         for name, q in all_questions.items()

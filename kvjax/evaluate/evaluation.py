@@ -27,11 +27,11 @@ class Plan:
     """The questions of one evaluation.
 
     Attributes:
-      questions: by task, in order.
+      questions: the questions of each task, by name.
       core: the tasks of CORE, if selected.
       ruler: the sets of RULER, if selected, by name.
-      answers: options of generation and judging.
-      limit: use the first rows of each set; 0: all.
+      answers: options for generating and judging answers.
+      limit: number of first rows to use of each set; 0: all.
       share: (i, n): use rows i, i + n, i + 2 n, ...
     """
 
@@ -48,12 +48,12 @@ class Plan:
 
 @dataclasses.dataclass
 class TaskRows:
-    """Rows of a task after a run.
+    """The rows of a task after a run.
 
     Attributes:
       total: number of questions, at most the limit.
-      num_new: rows evaluated by this run.
-      seconds: time of this run.
+      num_new: number of rows that this run evaluated.
+      seconds: duration of this run.
     """
 
     rows: dict[int, dict]
@@ -99,8 +99,8 @@ def check(model: ModelInfo | BenchmarkModel, plan: Plan, context: int) -> Checke
             num_tokens = plan.answers.num_tokens
         warnings += _check_lengths(model, name, questions.places, prompts, num_tokens, context)
         digests[name] = [letters.prompt_hash(ids) for ids, _ in prompts]
-    for name, asked in plan.ruler.items():
-        digests[name] = [letters.prompt_hash(ids) for ids in asked.prompts]
+    for name, ruler_set in plan.ruler.items():
+        digests[name] = [letters.prompt_hash(ids) for ids in ruler_set.prompts]
     return Checked(warnings, digests)
 
 
@@ -152,12 +152,12 @@ def opened(
     """Opens the saved rows of each task, locked for this process.
 
     Args:
-      folder: of the checkpoint's evaluations.
-      identities, prompts: see `RowStore`; by task.
+      folder: holds the checkpoint's evaluations.
+      identities, prompts: arguments of `RowStore`, by task.
       defaults: see `RowStore`.
 
     Raises:
-      UserError: there are rows of another model or other options, or rows cannot be written.
+      UserError: saved rows are of another model or other options, or rows cannot be written.
     """
     with contextlib.ExitStack() as stack:
         stores = {}
@@ -175,7 +175,7 @@ def opened(
 
 
 def run(model: BenchmarkModel, plan: Plan, stores: Mapping[str, RowStore]) -> dict[str, TaskRows]:
-    """Evaluates all missing rows, and returns the rows of each task.
+    """Evaluates all missing rows; returns the rows of each task.
 
     Raises:
       UserError: rows cannot be written.
@@ -195,15 +195,15 @@ def run(model: BenchmarkModel, plan: Plan, stores: Mapping[str, RowStore]) -> di
         ask = functools.partial(core_tasks.ask, model, task)
         count = plan.count(len(task.items))
         results[name] = _run_task(name, stores[name], count, 2 * model.batch, ask)
-    for name, asked in plan.ruler.items():
-        ask = functools.partial(ruler.ask, model, asked)
-        count = plan.count(len(asked.prompts))
+    for name, ruler_set in plan.ruler.items():
+        ask = functools.partial(ruler.ask, model, ruler_set)
+        count = plan.count(len(ruler_set.prompts))
         results[name] = _run_task(name, stores[name], count, model.batch, ask)
     return results
 
 
 def names(plan: Plan) -> list[str]:
-    """Returns the names of a plan's files of rows: question sets, CORE tasks, RULER's sets."""
+    """Returns the names that rows are saved under: of tasks, CORE's tasks and RULER's sets."""
     return [*plan.questions, *map(core_tasks.label_of, plan.core), *plan.ruler]
 
 

@@ -1,12 +1,13 @@
 """GSM8K and HumanEval: answers are generated greedily and judged.
 
-GSM8K is right if the number after the first `#### ` equals the reference's, as text without commas:
-`18.0` for 18 is wrong, and so is an answer without the marker. HumanEval is right if the program
-passes the set's test, in a sandbox (see `kvjax.sandbox`).
+An answer to GSM8K is right if the number after its first `#### ` equals the reference's, as text
+without commas: `18.0` for 18 is wrong, and so is an answer without the marker. An answer to
+HumanEval is right if the program passes the problem's test, in a sandbox (`kvjax.sandbox`).
 
-The tests of HumanEval/32, 38 and 50 call a helper of the prompt (`poly`, `encode_cyclic`,
-`encode_shift`). In the original they call the program's definition, so that a program can pass by
-redefining the helper to fit a wrong answer. HELPERS selects the program's helper or the prompt's.
+The tests of HumanEval/32, 38 and 50 call a helper function that the prompt defines (`poly`,
+`encode_cyclic`, `encode_shift`). In the original they call the program's definition, so that a
+program can pass by redefining the helper to fit a wrong answer. HELPERS selects whose definition
+they call.
 """
 
 import ast
@@ -21,8 +22,8 @@ from kvjax.evaluate.letters import prompt_hash
 from kvjax.evaluate.model import BenchmarkModel
 
 NUM_TOKENS = 512
-MODES = ("chat", "completion")  # of HumanEval
-HELPERS = ("program", "prompt")  # source of the helpers that HumanEval's tests call
+MODES = ("chat", "completion")  # formats of HumanEval's prompts
+HELPERS = ("program", "prompt")
 # Stop sequences of a completed function (Chen et al., 2021).
 STOP = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
 
@@ -31,7 +32,7 @@ _FENCED = re.compile(r"```(?:python)?\s*\n(.*?)\n```", re.DOTALL)
 
 
 class Verdict(NamedTuple):
-    """Judgement of an answer: right or not, the reason, and whether it was judged twice."""
+    """The judgement of an answer: right or wrong, why, and whether it was judged twice."""
 
     right: bool
     reason: str = ""
@@ -47,9 +48,10 @@ class AnswerOptions(NamedTuple):
 
     num_tokens: int = NUM_TOKENS
     calculator: str = "nanochat"  # see `kvjax.conversation.calculator`
-    mode: str = MODES[0]  # of HumanEval
-    helpers: str = HELPERS[0]  # of HumanEval
-    judge: Judge | None = None  # for HumanEval
+    # The others are for HumanEval.
+    mode: str = MODES[0]
+    helpers: str = HELPERS[0]
+    judge: Judge | None = None
 
 
 def ask(
@@ -73,7 +75,7 @@ def ask(
     if isinstance(chosen[0], CodeProblem):
         specials = set(model.dialogue.specials or ())
         for row, answer in zip(rows, answers, strict=True):
-            if specials & set(answer.ids):  # their names are in the program's text
+            if specials & set(answer.ids):  # the program's text has their names
                 row["specials"] = True
     if isinstance(chosen[0], MathProblem):
         verdicts = [sum_verdict(row["text"], item) for row, item in zip(rows, chosen, strict=True)]
@@ -130,6 +132,7 @@ def number(text: str) -> str | None:
 
 
 def sum_verdict(text: str, item: MathProblem) -> Verdict:
+    """Judges an answer to a question of GSM8K."""
     answer, reference = number(text), number(item.answer)
     if answer is None:
         return Verdict(False, "no marker")
@@ -150,10 +153,10 @@ def completed(item: CodeProblem, text: str) -> str:
 
 
 def test(item: CodeProblem, helpers: str) -> str:
-    """Returns the test of a problem, after the prompt's helpers if these are selected.
+    """Returns the test of a problem, preceded by the prompt's definitions if HELPERS selects them.
 
     Raises:
-      SandboxError: the test or the prompt is not Python.
+      SandboxError: the test or the prompt is not valid Python.
     """
     called = set(sandbox.called_names(sandbox.Problem("", item.test, item.entry_point)))
     if helpers == "program" or not called - {item.entry_point}:

@@ -1,7 +1,7 @@
 """Multiple choice by letter: ARC and MMLU, zero-shot, in nanochat's format.
 
-The answer is the row's letter with the largest logit after the prompt; of equal ones the first.
-Models that were not trained on conversations score near chance.
+The answer is the letter that has the largest logit after the prompt, or the first of several equal
+ones. Models that were not trained on conversations score near chance.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The model under evaluation: an interface of three methods, which tests implement by oracles."""
+"""The model under evaluation: an interface of three methods, and its implementation."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -69,7 +69,7 @@ class CachedModel:
         return self._scorer.continuations(sequences)
 
     def answers(self, prompts, **options) -> list[Answer]:
-        """Generates answers; pads the batch, so that a single program is compiled."""
+        """Generates answers. Pads the batch, so that only one program is compiled."""
         count = len(prompts)
         prompts = [*prompts, *[prompts[-1]] * (self.batch - count)]
         results = answers_lib.answers(self._generator, self.dialogue, prompts, **options)

@@ -17,15 +17,15 @@ from kvjax.evaluate import scores
 from kvjax.evaluate.scores import Score
 
 _TAIL = 0.025  # on either side of a 95 % interval
-_NODES = 500  # quantiles of the numerical integration over s
+_NODES = 500  # quantiles of s, over which `_lower_bound` integrates
 
 
 def p_value(only_first: float, only_second: float) -> float:
     """Returns the two-sided p-value of McNemar's exact test; 1 without discordant questions.
 
     Args:
-      only_first, only_second: questions that only the first, or only the second model got right;
-        see `advantages` for fractions, which continue the binomial distribution.
+      only_first, only_second: numbers of questions that only the first, and only the second model
+        got right. Fractions (see `advantages`) use the binomial distribution's continuous form.
     """
     from scipy import special, stats
 
@@ -41,15 +41,16 @@ def p_value(only_first: float, only_second: float) -> float:
 def advantages(first_Q: np.ndarray, second_Q: np.ndarray) -> tuple[float, float]:
     """Returns how much more credit each model has than the other, summed over questions.
 
-    Of verdicts, these are the questions that only one model got right. Partial credits count as
-    verdicts of the same mean difference, which vary most: tests and intervals are conservative.
+    For verdicts, these are the numbers of questions that only one model got right. Partial credits
+    are treated as verdicts with the same mean difference. Verdicts vary at least as much, so tests
+    and intervals are conservative.
     """
     difference_Q = np.subtract(first_Q, second_Q, dtype=float)
     return tuple(round(float(np.maximum(d_Q, 0).sum()), 9) for d_Q in (difference_Q, -difference_Q))
 
 
 def interval(only_first: float, only_second: float, questions: int) -> tuple[float, float]:
-    """Returns the 95 % interval of the first model's share of right answers less the second's."""
+    """Returns the 95 % interval of the first model's accuracy minus the second's."""
     return (
         _lower_bound(only_first, only_second, questions),
         -_lower_bound(only_second, only_first, questions),
@@ -59,9 +60,10 @@ def interval(only_first: float, only_second: float, questions: int) -> tuple[flo
 def _lower_bound(only_first: float, only_second: float, questions: int) -> float:
     """Returns the 2.5 % quantile of s·(2t - 1), with confidence distributions for s and t.
 
-    t is the first model's share of the discordant questions, Beta(b, c + 1) as in Clopper-Pearson's
-    lower bound. s is the share of discordant questions: for negative products with the distribution
-    of its upper bound, for positive ones with that of its lower bound.
+    t is the first model's share of the discordant questions, with the distribution of its
+    Clopper-Pearson lower bound, Beta(only_first, only_second + 1). s is the share of discordant
+    questions, with the distribution of its upper bound where the product is negative, and of its
+    lower bound where it is positive.
     """
     from scipy import optimize, special
 
@@ -93,7 +95,7 @@ class Difference:
 
     Attributes:
       first_S, second_S: scores of each model's seeds.
-      below, above: distances to the bounds, over questions.
+      below, above: distances to the bounds of the interval over questions.
       most: largest possible difference: 1 for accuracies.
     """
 
@@ -128,8 +130,8 @@ class Difference:
 def difference(first_SQ: np.ndarray, second_SQ: np.ndarray) -> Difference:
     """Returns the difference of accuracies on one task.
 
-    Distances to the bounds are means over pairs of seeds. They are scaled by a ratio of standard
-    deviations over questions: of the differences of seeds' means, over those of single pairs.
+    Distances to the bounds are means over all pairs of seeds, times a ratio of standard deviations
+    over questions: that of the difference of seeds' means, divided by the mean one of single pairs.
 
     Args:
       first_SQ, second_SQ: verdicts or credits, 0 to 1, of each model's seeds on the same questions.

@@ -1,9 +1,9 @@
 """Saved rows of an evaluation: JSON lines, flushed at once.
 
-A row ends with its checksum (`json_text.with_checksum`; old rows have none). The file is
-WORKDIR/evaluations/STEP/TASK.jsonl, or TASK.I-of-N.jsonl if several processes share the rows.
-TASK.json beside it identifies model, data and options. Saved rows are refused if model, data,
-options or the digest of a row's prompt have changed since.
+Rows are in WORKDIR/evaluations/STEP/TASK.jsonl, or in TASK.I-of-N.jsonl if several processes share
+them; each ends with its checksum (`json_text.with_checksum`; old rows have none). TASK.json beside
+them identifies model, data and options. Saved rows are refused if one of these, or the digest of a
+row's prompt, has changed since.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,7 +35,7 @@ class RowStore:
       identity: everything that determines the verdicts: model, data, options.
       share: (i, n): this process evaluates rows i, i + n, i + 2 n, ...
       defaults: values of identity keys that earlier versions did not write.
-      prompts: digests of the present prompts of rows 0, 1, ...; saved rows beyond are not compared.
+      prompts: digests of the first rows' present prompts, to compare with those of saved rows.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class RowStore:
         """Appends rows, each with its `index`.
 
         Raises:
-          UserError: they cannot be written; earlier rows stay.
+          UserError: the rows cannot be written; earlier rows stay.
         """
         rows = list(rows)
         text = "".join(json.dumps(json_text.with_checksum(row)) + "\n" for row in rows)
@@ -95,7 +95,7 @@ class RowStore:
         except OSError as error:
             raise UserError(
                 f"{self.path} cannot be written: {error.strerror or error}. Earlier rows are kept; "
-                "once this is mended, run the same command again"
+                "once the cause is removed, run the same command again"
             ) from error
         self.done |= {row["index"]: row for row in rows}
 
@@ -104,7 +104,7 @@ class RowStore:
         path, *files = self._files()
         if files and not path.exists():
             raise UserError(
-                f"{path} is missing; it says which model the rows of {_listed(files)} are of. "
+                f"{path} is missing; it identifies the model of the rows in {_listed(files)}. "
                 "Restore it, or remove these files to start over"
             )
         if path.exists():
@@ -145,7 +145,7 @@ class RowStore:
                 )
 
     def _files(self) -> list[epath.Path]:
-        """Returns the identity's file, which may be missing, and the files of rows."""
+        """Returns the file of the identity, which may not exist, and the files of rows."""
         return [self._folder / f"{self._task}.json", *files_of(self._folder, self._task)]
 
     def _advice(self) -> str:
@@ -157,7 +157,7 @@ def _listed(files: Iterable[epath.Path]) -> str:
 
 
 def day(folder: epath.Path) -> str:
-    """Returns the date in the prompts of a folder's rows, as 2026-11-27; "" for none."""
+    """Returns the date in the prompts of a folder's rows, such as 2026-11-27; "" without one."""
     paths = [folder / f"{task}.json" for task in TASKS]
     for path in (*paths, *matching_entries(folder, f"{RULER}_*.json")):
         date = json_text.read_object(path, _START_OVER).get("day") if path.exists() else None
@@ -170,7 +170,7 @@ def day(folder: epath.Path) -> str:
 
 
 def files_of(folder: epath.Path, task: str) -> list[epath.Path]:
-    """Returns the files of a task's rows, of all shares."""
+    """Returns the files with a task's rows, those of all shares."""
     name = re.compile(rf"{re.escape(task)}(\.\d+-of-\d+)?\.jsonl")
     return [path for path in matching_entries(folder, "*.jsonl") if name.fullmatch(path.name)]
 

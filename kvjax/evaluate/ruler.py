@@ -1,9 +1,9 @@
 """RULER: long-context tasks at chosen lengths, in the model's own tokens (Hsieh et al., 2024).
 
-A prompt has the largest haystack with which prompt and answer are no longer than the length. It is
-the user's message in the model's chat format, or plain text for a model without one, and the start
-of the answer (RULER's answer prefix). Answers are greedy. An answer's score is the share of
-the expected texts that it has, in upper or lower case; for questions on documents one suffices.
+A prompt has the largest haystack with which prompt and answer fit into the length. It is a user's
+message in the model's chat format (plain text for a model without one), followed by the start of
+the answer (RULER's answer prefix). Answers are generated greedily. A score is the share of the
+expected texts that the answer contains, ignoring case; for questions on documents one is enough.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -36,8 +36,8 @@ class Options:
     """RULER's settings, from the command's options.
 
     Attributes:
-      left_out: selected tasks whose file is missing.
-      files: by task, the file of its questions and documents.
+      left_out: tasks of --tasks=ruler that are skipped, because no file was given.
+      files: files of questions and documents, by task.
     """
 
     tasks: tuple[str, ...]
@@ -54,8 +54,8 @@ class RulerSet:
     """The questions of one task at one length.
 
     Attributes:
-      prompts: token ids by question.
-      digest: of everything that the questions are made of, but for the seed and the tokenizer.
+      prompts: token ids of each question.
+      digest: digest of everything that determines the questions, except seed and tokenizer.
     """
 
     task: RulerTask
@@ -73,24 +73,24 @@ class RulerSet:
 def options(
     names: Sequence[str], files: Mapping[str, str], lengths: str, samples: int, seed: int, text: str
 ) -> Options | None:
-    """Returns RULER's options; None if no task of it is selected.
+    """Returns RULER's options, or None if none of its tasks is selected.
 
     Args:
-      names: selected tasks of all benchmarks, as "ruler" or "ruler_vt".
-      files: paths by name.
+      names: selected tasks of all benchmarks, such as "ruler" or "ruler_vt".
+      files: paths of --file, by task.
 
     Raises:
-      UserError: a value out of range, a task without its file, an option without a task.
+      UserError: a value is out of range, a task lacks its file, or there are options and no task.
     """
     parsed = lists.integers("--ruler_lengths", lengths, 1, MOST_TOKENS)
     between("ruler_samples", samples, 1, MOST_SAMPLES)
     at_least("ruler_seed", seed, 0)
     named = [name.removeprefix(f"{RULER}_") for name in names if name.startswith(f"{RULER}_")]
     if RULER not in names and not named:
-        given = (lengths, samples, seed, text)
-        if given != (LENGTHS, SAMPLES, SEED, ruler_materials.EMBEDDED):
+        settings = (lengths, samples, seed, text)
+        if settings != (LENGTHS, SAMPLES, SEED, ruler_materials.EMBEDDED):
             raise UserError(
-                "--ruler_...: no task of RULER is in --tasks: add ruler, or leave it out"
+                "--ruler_...: no task of RULER is in --tasks: add ruler, or remove this option"
             )
         return None
     own_files = {t: files[f"{RULER}_{t}"] for t in DOCUMENT_TASKS if f"{RULER}_{t}" in files}
@@ -107,56 +107,58 @@ def _file_advice(task: str) -> str:
     return f"give --file=ruler_{task}=PATH, {ruler_materials.PUBLISHED[task]}"
 
 
-def check_lengths(given: Options, positions: int | None, context: int) -> list[str]:
-    """Returns warnings on tasks that are left out and on lengths that the model did not see.
+def check_lengths(settings: Options, positions: int | None, context: int) -> list[str]:
+    """Returns warnings on tasks that are left out, and on lengths beyond the training length.
 
     Args:
-      positions: the model's; None: unlimited.
+      positions: maximum number of the model's positions; None: unlimited.
       context: training length in tokens.
 
     Raises:
-      UserError: a length beyond the model's positions.
+      UserError: a length exceeds the model's positions.
     """
-    longest = max(given.lengths)
+    longest = max(settings.lengths)
     if positions is not None and longest > positions:
         raise UserError(
             f"--ruler_lengths = {longest}: the model has {positions:,} positions: give at most that"
         )
-    warnings = [f"ruler: {task} is left out: {_file_advice(task)}" for task in given.left_out]
+    warnings = [f"ruler: {task} is left out: {_file_advice(task)}" for task in settings.left_out]
     if longest > context:
         warnings.append(f"ruler: {longest:,} tokens exceed the training length of {context:,}")
     return warnings
 
 
-def make(given: Options, dialogue: Dialogue) -> dict[str, RulerSet]:
+def make(settings: Options, dialogue: Dialogue) -> dict[str, RulerSet]:
     """Makes the questions of all tasks and lengths, by name.
 
     Raises:
-      UserError: a length too short for a task, a text or a file that cannot be read.
+      UserError: a length is too short for a task, or a text or file cannot be read.
     """
-    documents = {task: ruler_materials.documents(task, path) for task, path in given.files.items()}
-    running_text = ruler_materials.running_text(given.text, max(given.lengths))
+    documents = {
+        task: ruler_materials.documents(task, path) for task, path in settings.files.items()
+    }
+    running_text = ruler_materials.running_text(settings.text, max(settings.lengths))
     words, sets = ruler_materials.words(), {}
     with progress.waiting("writing RULER's prompts") as doing:
-        for length in given.lengths:
+        for length in settings.lengths:
             materials = Materials(length, words, running_text[:length], documents)
-            for name in given.tasks:
+            for name in settings.tasks:
                 doing.at(f"{name}, {length:,} tokens")
-                made = _set(ruler_tasks.TASKS[name], materials, given, dialogue)
+                made = _set(ruler_tasks.TASKS[name], materials, settings, dialogue)
                 sets[made.name] = made
     return sets
 
 
-def _set(task: RulerTask, materials: Materials, given: Options, dialogue: Dialogue) -> RulerSet:
+def _set(task: RulerTask, materials: Materials, settings: Options, dialogue: Dialogue) -> RulerSet:
     own = materials.documents.get(task.name)
-    samples = min(given.samples, len(own.questions)) if own else given.samples
+    samples = min(settings.samples, len(own.questions)) if own else settings.samples
     prompts, answers, size = [], [], 2 * task.least + 1
     for index in range(samples):
-        size, sample = _fitting(task, materials, given.seed, index, dialogue, size)
+        size, sample = _fitting(task, materials, settings.seed, index, dialogue, size)
         prompts.append(np.array(prompt(dialogue, sample), np.int32))
         answers.append(sample.answers)
     digest = _digest(materials, own)
-    return RulerSet(task, materials.length, given.seed, prompts, answers, digest)
+    return RulerSet(task, materials.length, settings.seed, prompts, answers, digest)
 
 
 def _digest(materials: Materials, own: Documents | None) -> str:
@@ -167,10 +169,13 @@ def _digest(materials: Materials, own: Documents | None) -> str:
 def _fitting(
     task: RulerTask, materials: Materials, seed: int, index: int, dialogue: Dialogue, size: int
 ) -> tuple[int, Sample]:
-    """Returns the size of the largest haystack that fits, near `size`, and the question with it.
+    """Returns the size of the largest haystack that fits, and the question with that haystack.
+
+    Args:
+      size: the size to try first.
 
     Raises:
-      UserError: not even the smallest fits.
+      UserError: not even the smallest haystack fits.
     """
 
     def sample(size: int) -> Sample:
@@ -197,8 +202,9 @@ def largest(tokens: Callable[[int], int], most: int, low: int, low_tokens: int, 
     Interpolates between sizes whose tokens are known, since tokens are almost linear in the size.
 
     Args:
-      low, low_tokens: a size that fits, and its tokens.
-      size: the first to try.
+      tokens: returns the number of tokens at a size.
+      low, low_tokens: a size that fits, and its number of tokens.
+      size: the size to try first.
     """
     high = None
     while high is None or high - low > 1:
@@ -222,24 +228,24 @@ def prompt(dialogue: Dialogue, sample: Sample) -> list[int]:
     return [*rendered.ids, *tokenizer.encode(sample.prefix.lstrip(), "inside")]
 
 
-def ask(model: BenchmarkModel, asked: RulerSet, indices: Sequence[int]) -> list[dict[str, Any]]:
+def ask(model: BenchmarkModel, ruler_set: RulerSet, indices: Sequence[int]) -> list[dict[str, Any]]:
     """Generates and scores the answers to some questions, at most one batch; returns their rows."""
-    prompts = [asked.prompts[i].tolist() for i in indices]
-    given = model.answers(prompts, num_tokens=asked.task.num_tokens)
+    prompts = [ruler_set.prompts[i].tolist() for i in indices]
+    answers = model.answers(prompts, num_tokens=ruler_set.task.num_tokens)
     rows = []
-    for i, ids, answer in zip(indices, prompts, given, strict=True):
-        expected = asked.answers[i]
-        value = score(answer.text, expected, any_answer=asked.task.any_answer)
+    for i, ids, answer in zip(indices, prompts, answers, strict=True):
+        expected = ruler_set.answers[i]
+        value = score(answer.text, expected, any_answer=ruler_set.task.any_answer)
         row = dict(index=i, prompt=prompt_hash(ids), text=answer.text, tokens=len(answer.ids))
         rows.append(row | dict(answers=list(expected), score=value, right=value == 1))
     return rows
 
 
 def score(text: str, answers: Sequence[str], *, any_answer: bool = False) -> float:
-    """Returns the share of the answers that a text has (RULER's string_match_all).
+    """Returns the share of the answers that a text contains (RULER's string_match_all).
 
     Args:
-      any_answer: return 1 if it has one of them, else 0 (string_match_part).
+      any_answer: return 1 if the text contains any answer, else 0 (string_match_part).
     """
     text = _CONTROLS.sub("\n", text).strip().lower()
     found = [answer.lower() in text for answer in answers]
@@ -247,7 +253,7 @@ def score(text: str, answers: Sequence[str], *, any_answer: bool = False) -> flo
 
 
 def by_length(names: Iterable[str]) -> dict[str, list[str]]:
-    """Returns the names of RULER's sets by the name of their length, as ruler_4096."""
+    """Groups the names of RULER's sets by their length, as "ruler_4096"; ignores other names."""
     groups: dict[str, list[str]] = {}
     for name in names:
         if match := _NAME.fullmatch(name):

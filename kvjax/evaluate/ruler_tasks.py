@@ -1,8 +1,8 @@
 """RULER's thirteen tasks (Hsieh et al., arXiv 2404.06654): prompts of any size and their answers.
 
 Kinds, sizes and numbers of generated tokens are those of NVIDIA/RULER's scripts/synthetic.yaml; the
-sentences are our own. A prompt's size is counted in units of its haystack: a line of noise, a word
-of running text, a distracting needle, a word of a list, a document.
+sentences are our own. A haystack's size is counted in units that depend on the task: lines of
+noise, words of running text, distracting needles, words of a list, or documents.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +27,7 @@ _LONG = 4096  # from this length on, cwe's words are repeated more often
 
 
 class Sample(NamedTuple):
-    """A question: the user's message, the start of the answer, and the texts to be found in it."""
+    """A question: the user's message, the start of the answer, and the texts expected in it."""
 
     text: str
     prefix: str
@@ -38,8 +38,8 @@ class Question(NamedTuple):
     """A question on documents.
 
     Attributes:
-      own: numbers of the documents that answer it.
-      related: numbers of other documents of the same article, which are added first.
+      own: numbers of the question's documents, which are always shown.
+      related: numbers of further documents of the same article, which are added before others.
     """
 
     text: str
@@ -64,7 +64,7 @@ class Materials:
       length: tokens of prompt and answer.
       words: distinct words for keys and lists.
       running_text: words of a text, at least `length`.
-      documents: by task, for those that have a file.
+      documents: documents and questions of the tasks that have a file, by task.
     """
 
     length: int
@@ -73,8 +73,8 @@ class Materials:
     documents: Mapping[str, Documents]
 
 
-# Makes question `index` with a haystack of `size` units; a function of its arguments, where the
-# generator is seeded afresh.
+# (materials, random generator, index, size) -> question `index` with a haystack of `size` units.
+# The generator is seeded anew for each call, so that equal arguments give equal questions.
 Make = Callable[[Materials, random.Random, int, int], Sample]
 
 
@@ -85,7 +85,7 @@ class RulerTask:
     Attributes:
       num_tokens: tokens to generate.
       least: smallest size of a haystack.
-      any_answer: one of the answers suffices; else the score is the share that is found.
+      any_answer: one expected answer suffices; False: the score is the share that is found.
     """
 
     name: str
@@ -100,7 +100,7 @@ class RulerTask:
 
 @dataclasses.dataclass(frozen=True)
 class _Needles:
-    """Haystack (noise, text or needles), kinds of keys and values, and their numbers."""
+    """A task's haystack (noise, text or needles), and kinds and numbers of keys and values."""
 
     haystack: str
     key: str = "word"
@@ -158,14 +158,14 @@ def _distinct(kind: str, count: int, rng: random.Random, words: Sequence[str]) -
         word=lambda: "-".join(rng.sample(words, 2)),
         UUID=lambda: str(uuid.UUID(int=rng.getrandbits(128), version=4)),
     )[kind]
-    found: dict[str, None] = {}
-    while len(found) < count:
-        found[draw()] = None
-    return list(found)
+    drawn: dict[str, None] = {}
+    while len(drawn) < count:
+        drawn[draw()] = None
+    return list(drawn)
 
 
 def _between(needles: Sequence[str], lines: Sequence[str], rng: random.Random) -> list[str]:
-    """Returns the lines with each needle before another, random line, in the needles' order."""
+    """Returns the lines with needles inserted, in order, before different random lines."""
     places = sorted(rng.sample(range(len(lines)), len(needles)))
     by_place = dict(zip(places, needles, strict=True))
     return [
@@ -257,13 +257,13 @@ def _numbered(words: Sequence[str]) -> str:
     return " ".join(f"{i}. {word}" for i, word in enumerate(words, 1))
 
 
-_CODED = 3  # coded words that are asked for
+_CODED = 3  # number of most frequent words to find
 _ZETA_2 = math.pi**2 / 6
 LEAST_CODED = 74  # from this size on, the fourth word is rarer than the third
 
 
 def _coded_words(materials: Materials, rng: random.Random, index: int, size: int) -> Sample:
-    """Coded words by Zipf's law with exponent 2, the most frequent of which are dots."""
+    """Coded words by Zipf's law with exponent 2; the most frequent one, dots, does not count."""
     del index
     count = max(_CODED + 2, (materials.length - FWE_TOKENS) // 50)
     names: dict[str, None] = {"...": None}

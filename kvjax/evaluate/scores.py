@@ -1,4 +1,4 @@
-"""Scores from verdicts: accuracies with intervals, combined accuracy, ChatCORE."""
+"""Scores of verdicts: accuracies with intervals, combined accuracy, ChatCORE."""
 
 from collections.abc import Mapping, Sequence
 import math
@@ -8,7 +8,7 @@ import numpy as np
 
 from kvjax.evaluate.task import TASKS
 
-_Z = 1.959963984540054  # of a two-sided interval of 95 %
+_Z = 1.959963984540054  # normal quantile of a two-sided 95 % interval
 
 
 class Score(NamedTuple):
@@ -27,11 +27,11 @@ def credit(row: Mapping) -> float:
 def accuracy(right: float, count: int) -> Score:
     """Returns the share of right answers with Wilson's interval, which stays within 0 to 1.
 
-    With partial credit the interval is conservative: credits from 0 to 1 vary no more than verdicts
-    of the same mean.
+    For partial credits the interval is conservative, since credits from 0 to 1 vary at most as much
+    as verdicts with the same mean.
 
     Args:
-      right: number of right answers, or their credit.
+      right: number of right answers, or sum of credits.
     """
     share, z2 = right / count, _Z * _Z
     center = (share + z2 / (2 * count)) / (1 + z2 / count)
@@ -51,10 +51,7 @@ def combined(counts: Mapping[str, tuple[int, int]]) -> Score | None:
 
 
 def mean(accuracies: Sequence[Score]) -> Score:
-    """Returns the mean over tasks.
-
-    Distances to the bounds add in quadrature (Zou and Donner, 2008).
-    """
+    """Returns the mean over tasks; distances to bounds add in quadrature (Zou and Donner, 2008)."""
     value = float(np.mean([score.value for score in accuracies]))
     below = math.hypot(*(score.value - score.low for score in accuracies)) / len(accuracies)
     above = math.hypot(*(score.high - score.value for score in accuracies)) / len(accuracies)

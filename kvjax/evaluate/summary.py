@@ -1,4 +1,4 @@
-"""The results of an evaluation, as a table and as summary.json."""
+"""Shows an evaluation's results as a table, and saves them as summary.json."""
 
 from collections.abc import Mapping, Sequence
 import json
@@ -34,10 +34,10 @@ def make(
     about: Mapping[str, Any],
     earlier: Mapping[str, Any],
 ) -> dict:
-    """Returns all scores, with model, data and options.
+    """Returns the contents of summary.json: `about` and all scores.
 
     Args:
-      about: model, data, options.
+      about: descriptions of model, data and options.
       earlier: an earlier summary. Tasks that are not evaluated now are copied from it if model and
         chat template are the same.
     """
@@ -87,7 +87,7 @@ def chances_of_core(result: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _with_template(tasks: Mapping[str, Any], template: str) -> dict[str, Any]:
-    """Drops tasks with another chat template; a task or a model without one matches any."""
+    """Drops tasks that were evaluated with another chat template; none if `template` is ""."""
     return {
         name: task
         for name, task in tasks.items()

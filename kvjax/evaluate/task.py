@@ -1,6 +1,6 @@
-"""The benchmarks: the five tasks of the LRKV paper's Table 3, in nanochat's format.
+"""The table of benchmarks: the five tasks of the LRKV paper's Table 3, in nanochat's format.
 
-CORE (DCLM), for base models, is in `core_tasks`, RULER, for long contexts, in `ruler`.
+`core_tasks` has CORE (DCLM), for base models; `ruler` has RULER, for long contexts.
 """
 
 from collections.abc import Callable
@@ -18,13 +18,13 @@ class Task:
     """A published set of questions.
 
     Attributes:
-      name: as in `--tasks`.
+      name: the name in `--tasks`.
       kind: LETTERS: a letter is chosen; GENERATED: a text is generated and judged.
       rows: number of rows of the published set.
       chance: accuracy of guessing.
       parse: parses a row of a file, given its position for messages.
-      parse_cells: likewise for a line of CSV, if the set has that form.
-      patterns: globs of its files in the data folder; the first that matches is used.
+      parse_cells: parses a line of CSV in the same way, if the set is published as CSV.
+      patterns: globs of files in the data folder; the first glob that matches is used.
       fetch: repository on Hugging Face's hub, and the folder to download it to.
     """
 
@@ -91,7 +91,8 @@ TASKS = {
 }
 CORE, RULER = "core", "ruler"
 NAMES = (*TASKS, CORE, RULER, *(f"{RULER}_{name}" for name in ruler_tasks.TASKS))
-FILE_NAMES = (*TASKS, *(f"{RULER}_{name}" for name in ruler_tasks.DOCUMENT_TASKS))  # of --file
+# Tasks whose file --file may name.
+FILE_NAMES = (*TASKS, *(f"{RULER}_{name}" for name in ruler_tasks.DOCUMENT_TASKS))
 
 
 def is_conversation(name: str, humaneval: str) -> bool:
@@ -106,5 +107,5 @@ def is_conversation(name: str, humaneval: str) -> bool:
 
 
 def is_ruler(name: str) -> bool:
-    """Returns True for RULER, a task of it, and the name of such a task's rows."""
+    """Returns True for names of RULER, its tasks and their rows: ruler, ruler_vt, ruler_vt_4096."""
     return name == RULER or name.startswith(f"{RULER}_")
