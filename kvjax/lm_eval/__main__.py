@@ -4,8 +4,8 @@
     python -m kvjax.lm_eval --workdir=runs/x --include_path=~/tasks --tasks=mine --num_fewshot=5
 
 Tasks are the library's own, whose data it downloads, or YAML files in a folder, which may name
-local files. The library is an extra: pip install 'kvjax[lm-eval]'. Tasks that execute the
-model's programs are refused; use kvjax.evaluate, which has a sandbox.
+local data. The library is an extra: pip install 'kvjax[lm-eval]'. Tasks that execute programs of
+the model are refused; use kvjax.evaluate, which has a sandbox.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def _parser() -> command_line.Parser:
     add("--apply_chat_template", action="store_true", help=text)
     add("--system", default="", help="system message; needs --apply_chat_template")
     add("--chips", type=int, default=1, help="devices to shard a cache's tokens over (1)")
-    add("--seed", type=int, default=0, help="for tasks that sample (0)")
+    add("--seed", type=int, default=0, help="seed of tasks that sample (0)")
     add("--out", default="", help="a JSON file for all results and answers")
     return parser
 

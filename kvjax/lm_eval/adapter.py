@@ -2,8 +2,8 @@
 
     lm_eval.simple_evaluate(model=adapter.KvjaxLM(workdir="runs/x"), tasks=["arc_easy"])
 
-Texts are tokenised as in training, with one BOS in front. Requests are batched by length; answers
-come in the order of the requests.
+Texts are tokenised as in training, with one BOS in front. Requests are batched by length; results
+are in the order of the requests.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -33,7 +33,7 @@ from kvjax.lm_eval.generation_settings import GenerationSettings
 from kvjax.lm_eval.prompts import Prompts
 from kvjax.workdir import trained
 
-_CHUNK = 32  # batches that are scored between writes to the library's cache
+_CHUNK = 32  # number of batches between writes to the library's cache
 
 # (texts or None, context ids, continuation ids), as lm-evaluation-harness passes them.
 Pair = tuple[tuple[str, str] | None, list[int], list[int]]
@@ -60,13 +60,13 @@ class KvjaxLM(TemplateLM):
         """Loads the model.
 
         Args:
-          step: of the checkpoint; None: the latest.
+          step: step of the checkpoint; None: the latest.
           dtype: compute dtype; "": the run's.
           cache_dtype: "int8" or "int4" for a quantised cache; "": in the compute dtype.
           batch_size: sequences per batch, for scoring and generation.
           max_length: maximum tokens of a sequence; None: the training length.
-          chips: devices that a cache's tokens are sharded over.
-          seed: for sampling.
+          chips: number of devices that the cache's tokens are sharded over.
+          seed: seed of sampling.
           device: must be JAX's platform; lm-evaluation-harness passes it.
           max_batch_size: unused; lm-evaluation-harness passes it.
 
@@ -78,7 +78,7 @@ class KvjaxLM(TemplateLM):
         sizes = dict(batch_size=batch_size, max_length=max_length, chips=chips)
         dtypes = dict(dtype=dtype, cache_dtype=cache_dtype)
         saved = options.find(workdir, step=step, device=device, **dtypes, **sizes)
-        self._found, self._seed = saved, seed
+        self._saved, self._seed = saved, seed
         self._max_length, self.batch_size = max_length or saved.context, batch_size
         self.prompts = Prompts(saved)
         mesh = program.make_mesh(chips, jax.local_devices()) if chips != 1 else None
@@ -93,10 +93,10 @@ class KvjaxLM(TemplateLM):
         self._device = jax.devices()[0].platform
 
     def get_model_info(self) -> dict:
-        """Returns what lm-evaluation-harness saves with the results."""
+        """Returns the description that lm-evaluation-harness saves with the results."""
         return dict(
-            workdir=str(self._found.workdir),
-            step=self._found.step,
+            workdir=str(self._saved.workdir),
+            step=self._saved.step,
             tokenizer=self.prompts.name,  # a digest that covers the chat template
             dtype=self.generator.compute.dtype,
             cache_dtype=self.generator.compute.cache_dtype,
@@ -108,7 +108,7 @@ class KvjaxLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        return self._found.tokenizer.bos_id  # separates documents
+        return self._saved.tokenizer.bos_id  # separates documents
 
     @property
     def max_length(self) -> int:
@@ -229,7 +229,7 @@ class KvjaxLM(TemplateLM):
                 doing.at(f"{sum(x is not None for x in results):,} of {len(requests):,}")
                 is_native = is_rendered and self.prompts.is_native
                 generate_batch = self._answers if is_native else self._texts
-                # Prompts repeat in the last batch: another size would compile another program.
+                # The last batch repeats prompts: another size would compile another program.
                 padded = itertools.islice(itertools.cycle(chosen), min(count, self.batch_size))
                 texts = generate_batch([prompts[i] for i in padded], settings, self._seed + batch)
                 for i, text in zip(chosen, texts, strict=False):
@@ -241,7 +241,7 @@ class KvjaxLM(TemplateLM):
         self, prompts: list[list[int]], settings: GenerationSettings, seed: int
     ) -> list[str]:
         """Generates texts after prompts; special tokens that do not end them are dropped."""
-        tokenizer = self._found.tokenizer
+        tokenizer = self._saved.tokenizer
         stop = (*settings.stop, tokenizer.decode([tokenizer.bos_id]))
         generated = generate(
             self.generator,
@@ -265,7 +265,7 @@ class KvjaxLM(TemplateLM):
         self, prompts: list[list[int]], settings: GenerationSettings, seed: int
     ) -> list[str]:
         """Generates answers of an assistant, which may call the calculator."""
-        native = dialogue.NativeDialogue(self._found.tokenizer, str(self._found.workdir))
+        native = dialogue.NativeDialogue(self._saved.tokenizer, str(self._saved.workdir))
         generation = dict(
             num_tokens=settings.num_tokens,
             sampling=settings.sampling,

@@ -12,7 +12,7 @@ _NEUTRAL = dict(num_beams=1, repetition_penalty=1.0, use_cache=True, num_return_
 
 
 def default_tokens(max_length: int) -> int:
-    """Returns the number of tokens to generate if a task sets none: at most half of max_length."""
+    """Returns the default number of tokens to generate: 256, but at most half of max_length."""
     return min(256, max_length // 2)
 
 
@@ -31,7 +31,7 @@ def parse(generation_kwargs: Mapping, *, max_length: int) -> GenerationSettings:
       max_length: maximum tokens of a prompt and its continuation together.
 
     Raises:
-      UserError: an invalid value, an unknown key, or too many tokens to leave room for a prompt.
+      UserError: a value is invalid, a key is unknown, or so many tokens leave no room for a prompt.
     """
     remaining = dict(generation_kwargs)
     lengths = [(key, remaining.pop(key, None)) for key in _LENGTHS]

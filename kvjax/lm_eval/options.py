@@ -1,4 +1,4 @@
-"""Checks options of a model before its weights are read."""
+"""Checks the options of `adapter.KvjaxLM` before weights are read."""
 
 from etils import epath
 import jax
@@ -24,11 +24,11 @@ def find(
     chips: int = 1,
     device: str | None = None,
 ) -> trained.SavedModel:
-    """Returns the checkpoint of a workdir; see `adapter.KvjaxLM`.
+    """Returns the checkpoint of a workdir; the options are those of `adapter.KvjaxLM`.
 
     Raises:
-      UserError: an option that no model accepts, no such checkpoint, or a model with fewer
-        positions than `max_length`.
+      UserError: an option is invalid, there is no such checkpoint, or the model has fewer positions
+        than `max_length`.
     """
     if dtype:
         one_of("dtype", dtype, config_lib.DTYPES)

@@ -1,7 +1,7 @@
 """Converts the texts of lm-evaluation-harness to token ids.
 
-The library passes rendered conversations as plain strings. Here they start with a sentinel, and
-only strings with the sentinel are encoded with the marks of `kvjax.conversation.marked`.
+The library passes rendered conversations as plain strings. Here they start with a sentinel: only
+strings with it are encoded as marked texts (`kvjax.conversation.marked`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ class Prompts:
 
     @property
     def name(self) -> str:
-        """A name for the tokenizer: a digest of everything that its prompts depend on."""
+        """Name of the tokenizer: a digest of everything that encoded prompts depend on."""
         content = f"{self._tokenizer.to_json()}\0{self.template}\0{json.dumps(self._files)}"
         return f"kvjax-{hashlib.sha256(content.encode()).hexdigest()[:16]}"
 
@@ -42,7 +42,7 @@ class Prompts:
         """Returns the ids of a text.
 
         Args:
-          opened: start with one BOS; ignored for a rendered conversation, which has its own start.
+          opened: put one BOS in front; ignored for a rendered conversation, which has its own.
         """
         if self.is_rendered(text):
             return self._marks.encode(text[1:])
@@ -56,7 +56,7 @@ class Prompts:
         return text.startswith(_RENDERED)
 
     def joined(self, context: str, continuation: str) -> str:
-        """Concatenates a context and a continuation, for `encode`."""
+        """Concatenates a context and a continuation to a text for `encode`."""
         rendered = self.is_rendered(context)
         return context + (marked.plain(continuation) if rendered else continuation)
 
@@ -64,7 +64,7 @@ class Prompts:
         """Renders a conversation as a text for `encode`.
 
         Args:
-          opens_answer: open an answer at the end; if False, the last message is to be continued.
+          opens_answer: open an answer at the end; False: leave the last message open.
 
         Raises:
           UserError: the model has no chat format, or refuses this conversation.

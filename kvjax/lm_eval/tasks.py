@@ -1,4 +1,4 @@
-"""Loads tasks of lm-evaluation-harness: its own, and YAML files of a folder."""
+"""Loads tasks of lm-evaluation-harness: its own, and those in YAML files of a folder."""
 
 from collections.abc import Iterator, Mapping, Sequence
 import fnmatch
@@ -16,16 +16,16 @@ from kvjax.lm_eval import generation_settings
 def read(
     names: Sequence[str], include_path: str, *, num_fewshot: int | None, max_length: int
 ) -> list[Task | Group]:
-    """Loads the tasks of these names, with their data; * and ? are wildcards.
+    """Loads tasks by name, with their data; * and ? are wildcards.
 
     Args:
       include_path: a folder with more tasks; "": none.
-      num_fewshot: few-shot examples; None: as a task says.
+      num_fewshot: number of few-shot examples; None: the task's.
       max_length: maximum tokens of a sequence.
 
     Raises:
-      UserError: an unknown name, a task that cannot be read, executes the model's programs, has
-        other inputs than text, or has generation settings that the model does not support.
+      UserError: a name is unknown; or a task cannot be read, executes programs of the model, has
+        other inputs than text, or has unsupported generation settings.
     """
     manager, matched = _manager(names, include_path)
     for name in matched:
@@ -50,7 +50,7 @@ def read(
 def _manager(names: Sequence[str], include_path: str) -> tuple[TaskManager, list[str]]:
     """Returns a task manager that knows these names, and all task names that they match.
 
-    Indexing all tasks of the library takes 10 s: skipped if the folder has all tasks that match.
+    Indexing the library's tasks takes 10 s; this is skipped if the folder has all tasks that match.
     """
     if include_path:
         manager = TaskManager(include_path=include_path, include_defaults=False)

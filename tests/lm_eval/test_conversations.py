@@ -36,7 +36,7 @@ def test_questions_are_rendered_as_the_model_was_trained(model, tmp_path, monkey
     monkeypatch.setattr(model._scorer, "continuations", lambda x: asked.extend(x) or score(x))
     local_tasks.add(tmp_path, "chat", ROWS, TASK)
     evaluated(model, tmp_path, ["chat"], apply_chat_template=True)
-    renderer = Renderer(model._found.tokenizer)
+    renderer = Renderer(model._saved.tokenizer)
     encode = renderer.tokenizer.encode
     system = dict(role="system", content="Be short.")
     for row in ROWS:
@@ -52,6 +52,6 @@ def test_examples_are_turns_of_their_own(model, tmp_path, evaluated):
     found = evaluated(model, tmp_path, ["chat"], apply_chat_template=True, num_fewshot=1)
     context = found["samples"]["chat"][1]["arguments"][0][0]
     ids = model.tok_encode(context)
-    specials = Renderer(model._found.tokenizer).specials
+    specials = Renderer(model._saved.tokenizer).specials
     assert ids.count(specials.user_start) == 2 and ids.count(specials.assistant_start) == 2
     assert ids.count(specials.bos) == 1 and ids[-1] == specials.assistant_start
