@@ -28,7 +28,7 @@ class RankChoices(NamedTuple):
 
     ranks: list[int]
     bytes: list[int]
-    dtype: str = "bfloat16"  # the cache's
+    dtype: str = "bfloat16"  # dtype of the cache
 
 
 def rank_choices(
@@ -161,9 +161,10 @@ def split_budget(
 ) -> ThinKeys:
     """Returns a method for keys and values with the two ranks that change outputs least.
 
-    Minimises a sum over layers: the lost share of the values' energy, plus the variance of logit
-    errors times the layer's sensitivity, which brings both to one unit
-    (`calibration.sensitivities`). Without sensitivities, adds the lost shares of keys and values.
+    Minimises the squared errors of attention's outputs, summed over layers and in units of the
+    values' energy: for values their lost share of energy, for keys the variance of logit errors
+    times the layer's sensitivity (`calibration.sensitivities`). Without sensitivities, minimises
+    the sum of both lost shares.
 
     Args:
       sensitivities: None for the objectives "weights" and "inputs".

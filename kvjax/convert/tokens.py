@@ -19,7 +19,7 @@ from kvjax.workdir.origin import GENERATION_CONFIG, TOKENIZER_CONFIG, TokenFiles
 ADDED_TOKENS = "added_tokens.json"
 KINDS = ("bos", "eos", "pad", "unk")
 SPECIAL_TOKENS = "special_tokens_map.json"
-_DECODER = "added_tokens_decoder"  # of TOKENIZER_CONFIG: flags of added tokens, by id
+_DECODER = "added_tokens_decoder"  # in TOKENIZER_CONFIG: flags of added tokens, by their ids
 _MORE = (
     "sep_token",
     "cls_token",
@@ -32,7 +32,7 @@ _GGUF = dict(bos=("bos",), eos=("eos", "eot", "eom"), pad=("padding",), unk=("un
 
 
 def of_folder(folder: epath.Path, config: Mapping) -> dict[str, dict]:
-    """Returns the token files of a published folder.
+    """Returns the special tokens of a published folder, as `origin.TokenFiles`.
 
     Without generation_config.json, the ids come from config.json.
     """
@@ -134,7 +134,7 @@ def completed(
 
 
 def of_gguf(metadata: Mapping) -> dict[str, dict]:
-    """Returns the token files of a GGUF file."""
+    """Returns the special tokens of a GGUF file, as `origin.TokenFiles`."""
     tokens = dict(enumerate(metadata.get("tokenizer.ggml.tokens") or []))
     texts, ids = {}, {}
     for kind, names in _GGUF.items():

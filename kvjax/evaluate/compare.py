@@ -29,8 +29,8 @@ class Evaluated:
     """The saved rows of one checkpoint.
 
     Attributes:
-      identities: by task, everything that determines its verdicts.
-      verdicts: by task and row, the verdict (of RULER: the credit).
+      identities: everything that determines a task's verdicts, by task.
+      verdicts: verdicts (credits of RULER), by task and row.
       chances: accuracy of guessing by CORE task; empty unless all of CORE was evaluated.
     """
 
@@ -109,15 +109,18 @@ def compare(one: Sequence[Evaluated], other: Sequence[Evaluated]) -> dict[str, d
       UserError: the models have no questions in common, or were evaluated with different data or
         options.
     """
-    everyone = [*one, *other]
-    shared = [t for t in everyone[0].verdicts if all(t in e.verdicts for e in everyone)]
+    models = [*one, *other]
+    shared = [task for task in models[0].verdicts if all(task in m.verdicts for m in models)]
     results, differences = {}, {}
     for task in shared:
-        _check_alike(task, everyone)
-        rows = sorted(set.intersection(*(set(e.verdicts[task]) for e in everyone)))
+        _check_alike(task, models)
+        rows = sorted(set.intersection(*(set(model.verdicts[task]) for model in models)))
         if not rows:
             continue
-        sides = [np.array([[e.verdicts[task][i] for i in rows] for e in s]) for s in (one, other)]
+        sides = [
+            np.array([[model.verdicts[task][i] for i in rows] for model in side])
+            for side in (one, other)
+        ]
         differences[task] = paired.difference(*sides)
         results[task] = _entry(differences[task]) | {"rows": len(rows)}
         if len(one) == len(other) == 1:
@@ -125,13 +128,13 @@ def compare(one: Sequence[Evaluated], other: Sequence[Evaluated]) -> dict[str, d
     if not results:
         raise UserError("--compare: the two sides have no questions in common")
     if results.keys() >= TASKS.keys():
-        results["combined"] = _entry(paired.mean([differences[t] for t in TASKS]))
-    chances = everyone[0].chances
-    if chances and results.keys() >= chances.keys() and all(e.chances == chances for e in everyone):
-        centred = [differences[t].centred(chance) for t, chance in chances.items()]
+        results["combined"] = _entry(paired.mean([differences[task] for task in TASKS]))
+    chances = models[0].chances
+    if chances and results.keys() >= chances.keys() and all(m.chances == chances for m in models):
+        centred = [differences[task].centred(chance) for task, chance in chances.items()]
         results["core"] = _entry(paired.mean(centred))
     for length, tasks in ruler.by_length(differences).items():
-        results[length] = _entry(paired.mean([differences[t] for t in tasks]))
+        results[length] = _entry(paired.mean([differences[task] for task in tasks]))
         results[length]["tasks"] = len(tasks)
     return results
 
@@ -151,15 +154,16 @@ def _mcnemar(first_Q: np.ndarray, second_Q: np.ndarray) -> dict:
     return {"only_one": counts[0], "only_other": counts[1], "p": paired.p_value(*counts)}
 
 
-def _check_alike(task: str, everyone: Sequence[Evaluated]) -> None:
-    first = everyone[0]
-    for e in everyone[1:]:
-        a, b = _DEFAULTS | first.identities[task], _DEFAULTS | e.identities[task]
+def _check_alike(task: str, models: Sequence[Evaluated]) -> None:
+    """Raises a UserError if models were evaluated on a task with different data or options."""
+    first = models[0]
+    for other in models[1:]:
+        a, b = _DEFAULTS | first.identities[task], _DEFAULTS | other.identities[task]
         for key in sorted(a.keys() | b.keys()):
             if key not in _MODEL_KEYS and a.get(key) != b.get(key):
                 raise UserError(
                     f"--compare: {task} was evaluated with {key} = {a.get(key)!r} for {first.name} "
-                    f"and with {b.get(key)!r} for {e.name}: evaluate both with the same"
+                    f"and with {b.get(key)!r} for {other.name}: evaluate both with the same"
                 )
 
 
