@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvjax.analysis.page import draw
-from kvjax.analysis.page.section import Section
+from kvjax.analysis.page.section import Section, Table, shown
 
 FOLDER = pathlib.Path(__file__).parent / "goldens"
 _NUMBER = re.compile(r"[-+−]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
@@ -77,6 +77,11 @@ def _lines(value) -> list[str]:
     return lines
 
 
+def cells(table: Table) -> list[list[str]]:
+    """Returns a table's cells as text."""
+    return [list(map(shown, row, table.columns)) for row in table.rows]
+
+
 def _text(section: Section) -> str:
     lines = [section.name, section.title, section.finding, section.lead]
     for figure in section.figures:
@@ -84,6 +89,6 @@ def _text(section: Section) -> str:
         lines += [figure.caption, *map(str, figure.curves)]
     for table in section.tables:
         lines += ["", table.title, " | ".join(column.name for column in table.columns)]
-        lines += [" | ".join(row) for row in table.shown()]
+        lines += [" | ".join(row) for row in cells(table)]
         lines.append(table.caption)
     return "\n".join([*lines, "", "data", *_lines(section.data)])

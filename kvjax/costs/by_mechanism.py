@@ -11,7 +11,7 @@ from kvjax.attention import named
 from kvjax.cache import quantized
 from kvjax.costs import formulas, methods
 from kvjax.costs.methods import Row
-from kvjax.costs.shape import Layer, Shape
+from kvjax.costs.shape import Shape
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.output import Output
 from kvjax.hardware.datasheets import Device
@@ -146,7 +146,7 @@ def _about(shape: Shape, own: dict, context: int) -> list[str]:
     else:
         plural = "s" if first.kv_heads > 1 else ""
         heads += f", {first.kv_heads} KV head{plural} of {first.key_dim} channels"
-    if len(set(map(_without_window, shape.layers))) > 1:
+    if len({dataclasses.replace(layer, window=0) for layer in shape.layers}) > 1:
         heads += " in the first"
     lines = [f"{shape.name}{family}: {len(shape.layers)} layers, {heads}"]
     windows = Counter(layer.window for layer in shape.layers if 0 < layer.window < context)
@@ -164,10 +164,6 @@ def _about(shape: Shape, own: dict, context: int) -> list[str]:
         f"{context:,} tokens take {per_sequence[0]} GB in bfloat16, {per_sequence[1]} in float32"
     )
     return lines
-
-
-def _without_window(layer: Layer) -> Layer:
-    return dataclasses.replace(layer, window=0)
 
 
 def print_configs(

@@ -3,8 +3,6 @@
 from collections.abc import Mapping
 import os
 
-from etils import epath
-
 from kvjax.costs.shape import Shape, of_config
 from kvjax.foundation import extras, json_text, runtime
 from kvjax.foundation.errors import UserError
@@ -43,7 +41,9 @@ def _read(model: str) -> Shape:
     if path.suffix == ".json":
         values = json_text.read_object(path, "give a model's config.json, or its folder")
         folder = path.parent
-        size = sum(os.stat(file).st_size for file in _weights(folder))
+        weights = matching_entries(folder, "*.safetensors")
+        # A link may be broken.
+        size = sum(os.stat(file).st_size for file in weights if file.exists())
         return of_config(values, str(path), name=source_lib.name(folder), weight_bytes=size)
     extras.require(os.fspath(path), "gguf")
     from kvjax.published import gguf_header
@@ -52,11 +52,6 @@ def _read(model: str) -> Shape:
     size = os.stat(path).st_size
     name = source_lib.name(path)
     return of_config(_gguf_values(metadata), str(path), name=name, weight_bytes=size)
-
-
-def _weights(folder: epath.Path) -> list[epath.Path]:
-    """Returns the safetensors files in a folder; broken links are left out."""
-    return [path for path in matching_entries(folder, "*.safetensors") if path.exists()]
 
 
 # config.json's key: GGUF's key after the architecture's prefix.

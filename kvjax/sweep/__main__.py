@@ -158,16 +158,13 @@ def _plan(
         state = f"step {done:,} of {total:,}" if done else "to train"
         state = "finished" if runs_lib.is_finished(run, folder) else state
         rows.append(dict(run=run.name, state=state, seconds=(left or {}).get(run.name)))
-    cells = [(r["run"], r["state"], _duration(r["seconds"])) for r in rows]
+    durations = ["-" if r["seconds"] is None else progress.duration(r["seconds"]) for r in rows]
+    cells = [(r["run"], r["state"], d) for r, d in zip(rows, durations, strict=True)]
     out.table(("run", "state", "takes about"), cells)
     count = sum(row["state"] != "finished" for row in rows)
     text = runs_lib.plan(runs, left, count, processes) if count else "all runs are finished"
     out.say(f"\n{text}, in {_shown(folder)}")
     return dict(out=str(folder), runs=rows, processes=processes)
-
-
-def _duration(seconds: float | None) -> str:
-    return "-" if seconds is None else progress.duration(seconds)
 
 
 def _train(

@@ -44,7 +44,7 @@ def test_results_name_their_seeds(two, drawn, tmp_path, capfd, monkeypatch):
     text = re.sub(r"[\d.]+ MB", "some MB", capfd.readouterr().out)
     ((sections,), _) = drawn
     (results,) = (section for section in sections if section.name == "results")
-    text += f"\n{results.lead}\n{results.tables[0].shown()}\n"
+    text += f"\n{results.lead}\n{golden.cells(results.tables[0])}\n"
     golden.check_text(text, "compare/watched", 1e-3)
 
 

@@ -66,13 +66,6 @@ class Table:
     caption: str
     stacks: bool = False
 
-    def shown(self) -> list[list[str]]:
-        """Returns the cells as text."""
-        return [
-            [shown(cell, column) for cell, column in zip(row, self.columns, strict=True)]
-            for row in self.rows
-        ]
-
 
 def shown(cell: Cell, column: Column) -> str:
     """Returns a cell as text."""
