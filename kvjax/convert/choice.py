@@ -29,7 +29,6 @@ from kvjax.foundation import progress
 from kvjax.foundation.errors import UserError, warn
 
 DTYPE = jnp.dtype(jnp.bfloat16)  # the cache's, in budgets and reported sizes
-_KEY_WEIGHTS = (3.0, 10.0)  # values of `LatentAttention.key_weight` that `auto` tries
 _COMPARED_TOKENS = 8192  # calibration tokens whose perplexity decides between methods
 _EVERY, _FEW_SWEEPS = 4, 4  # MLA's sizes are compared by short fits of every fourth layer
 # Weight of keys' errors in that comparison, lower than in the final fit. For a quarter of
@@ -42,7 +41,7 @@ class Choice(NamedTuple):
     """The method of every layer.
 
     Attributes:
-      compared: with "auto", title and perplexity of each method's best candidate.
+      compared: with "auto", title and perplexity of each method.
     """
 
     methods: list[Method]
@@ -90,7 +89,7 @@ def choose(
     """
     if options.method == "auto":
         return _best(options, source, moments, rows_BT, long_BT)
-    return Choice(next(_candidates(options, source, moments, rows_BT, long_BT)))
+    return Choice(_by_layer(options, source, moments, rows_BT, long_BT))
 
 
 def _best(options, source: LazyModel, moments, rows_BT: np.ndarray, long_BT: np.ndarray) -> Choice:
@@ -98,22 +97,15 @@ def _best(options, source: LazyModel, moments, rows_BT: np.ndarray, long_BT: np.
     compared_BT = long_BT[: max(1, _COMPARED_TOKENS // long_BT.shape[1])]
     regressing_BT = rows_BT[:, :-1] if options.refit else None
 
-    def measure(methods: list[Method], regressed_on_BT: np.ndarray | None) -> float:
-        model = refit.converted_model(source, methods, moments, regressed_on_BT)
-        return perplexity.perplexity(model, compared_BT)
-
     best, lowest, compared = None, np.inf, []
     for name in options_lib.FITTED:
         own = copy.copy(options)
         own.method = name
         options_lib.fill_method(own)
         try:
-            candidates = list(_candidates(own, source, moments, rows_BT, long_BT, all_sizes=True))
-            methods = candidates[0]
-            if len(candidates) > 1:  # compared without regressions, which would take longest
-                measured = [measure(candidate, None) for candidate in candidates]
-                methods = candidates[int(np.argmin(measured))]
-            measured = measure(methods, regressing_BT)
+            methods = _by_layer(own, source, moments, rows_BT, long_BT)
+            model = refit.converted_model(source, methods, moments, regressing_BT)
+            measured = perplexity.perplexity(model, compared_BT)
         except UserError as error:
             warn(f"--method={name} is left out: {error}")
             continue
@@ -127,36 +119,23 @@ def _best(options, source: LazyModel, moments, rows_BT: np.ndarray, long_BT: np.
     return Choice(best, tuple(compared))
 
 
-def _candidates(
-    options, source: LazyModel, moments, rows_BT, long_BT, *, all_sizes: bool = False
-) -> Iterator[list[Method]]:
-    """Yields candidates, each with the method of every layer.
-
-    There is one, or with `all_sizes` and MLA one for every size and key weight.
-    """
+def _by_layer(options, source: LazyModel, moments, rows_BT, long_BT) -> list[Method]:
+    """Returns the method of every layer, with its sizes within --cache if no rank is given."""
     method, count = _make_method(options, source), source.transformer.block.num_layers
     if isinstance(method, LatentAttention):
         statistics = calibration.attention_statistics(source, long_BT[:, :-1], moments)
-        sizes = [method]
         if options.rank is None:
             sizes = list(_latent_sizes(options, source, method))
-            if not all_sizes:
-                sizes = [_least_error(sizes, source, moments, statistics)]
-        for size in sizes:
-            for weight in _KEY_WEIGHTS if all_sizes else (size.key_weight,):
-                yield [
-                    dataclasses.replace(size, key_weight=weight, statistics=of_layer)
-                    for of_layer in statistics
-                ]
-    elif isinstance(method, PooledHeads) and options.rank is None:
-        yield [_pooled(options, source)] * count
-    elif options_lib.splits_budget(options):
-        yield [_split(options, method, source, moments, rows_BT)] * count
-    elif options.rank is not None:
-        yield [method] * count
-    else:
-        ranks = _ranks(options, method, source, moments)
-        yield [dataclasses.replace(method, rank=rank) for rank in ranks]
+            method = _least_error(sizes, source, moments, statistics)
+        return [dataclasses.replace(method, statistics=of_layer) for of_layer in statistics]
+    if isinstance(method, PooledHeads) and options.rank is None:
+        return [_pooled(options, source)] * count
+    if options_lib.splits_budget(options):
+        return [_split(options, method, source, moments, rows_BT)] * count
+    if options.rank is not None:
+        return [method] * count
+    ranks = _ranks(options, method, source, moments)
+    return [dataclasses.replace(method, rank=rank) for rank in ranks]
 
 
 def _make_method(options: argparse.Namespace, source: LazyModel) -> Method:
