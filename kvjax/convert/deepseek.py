@@ -13,11 +13,9 @@ from collections.abc import Iterator
 import dataclasses
 
 from kvjax.attention import (
-    FactoredConfig,
     GLAConfig,
     GroupedConfig,
     GTAConfig,
-    MFAKRConfig,
     MLAConfig,
     PaperMLAConfig,
     SharedKVConfig,
@@ -95,16 +93,8 @@ _BLOCK = dict(
 _ROPE_KEYS = dict(rope_factor=1.0, rope_fraction=1.0, rope_attention_factor=1.0, rope_layers=())
 _ATTENTION = dict(qk_norm="none", output_gate=False, position_channels=0, alibi=False)
 _BIASES = ("bias", "qk_bias")
-_KINDS = dict(
-    gla=GLAConfig,
-    mla=MLAConfig,
-    shared_kv=SharedKVConfig,
-    gta=GTAConfig,
-    grouped=GroupedConfig,
-    factored=FactoredConfig,
-    mla_paper=PaperMLAConfig,
-    mfa_kr=MFAKRConfig,
-)
+_KINDS = ("gla", "mla", "shared_kv", "gta", "grouped", "factored", "mla_paper", "mfa_kr")
+_ONE_NORM = "1, since DeepSeek has one norm over the whole latent"
 
 
 def _reasons(config: TransformerConfig, engine: str) -> Iterator[str]:
@@ -128,7 +118,7 @@ def _attention_reasons(
     """Yields (key, value, allowed values) of each key of a mechanism that prevents an export."""
     kind = kind_of(mechanism)
     if kind not in _KINDS:
-        yield "kind", kind, f"one of {', '.join(_KINDS)}, with one latent that is normed as a whole"
+        yield "kind", kind, f"one of {', '.join(_KINDS)}"
         return
     for key, allowed in _ATTENTION.items():
         if getattr(mechanism, key, allowed) != allowed:
@@ -144,9 +134,9 @@ def _attention_reasons(
     if (normed or mechanism.query_rank) and not mechanism.norm_epsilon:
         yield "norm_epsilon", mechanism.norm_epsilon, "more than 0"
     if isinstance(mechanism, GLAConfig) and mechanism.num_latents > 1:
-        yield "num_latents", mechanism.num_latents, "1, since a latent is normed as a whole"
+        yield "num_latents", mechanism.num_latents, _ONE_NORM
     if isinstance(mechanism, SharedKVConfig) and mechanism.num_kv_heads > 1:
-        yield "num_kv_heads", mechanism.num_kv_heads, "1, since a latent is normed as a whole"
+        yield "num_kv_heads", mechanism.num_kv_heads, _ONE_NORM
     if isinstance(mechanism, MLAConfig) and not rope:
         yield "rope_key_dim", mechanism.rope_key_dim, "rotated: config.model.positions = 'rope'"
     if rope and not isinstance(mechanism, (MLAConfig, GTAConfig)):
@@ -156,7 +146,7 @@ def _attention_reasons(
 def _rotated_reasons(mechanism: MechanismConfig) -> Iterator[tuple[str, object, str]]:
     """Yields the keys that give each head a rotated key of its own, or that rotate values."""
     heads = mechanism.key_heads
-    without = "or config.model.positions = 'none', since one rotated key serves all heads"
+    without = "or config.model.positions = 'none', since DeepSeek rotates one key for all heads"
     if isinstance(mechanism, SharedKVConfig):
         if mechanism.rope_key_dim:
             yield "rope_key_dim", mechanism.rope_key_dim, "0, since values are not rotated"
@@ -194,7 +184,8 @@ def _layout(config: TransformerConfig, engine: str) -> Layout:
     layout = Layout(
         latent=latent,
         rope=rope,
-        # Flash attention pads values to the width of keys; kernels do not support 0 channels.
+        # At least as many channels as values have, since flash attention pads values to the width
+        # of keys; never 0, which kernels do not support.
         content=max(first.content or _ROPE, first.value - rope),
         value=first.value,
         epsilon=epsilon,

@@ -137,7 +137,7 @@ class File:
                 values = " or ".join(map(repr, allowed_values[name]))
                 allowed = f"kvjax supports only {values}"
                 if name in _UNSCALED:
-                    allowed += f": RoPE is unscaled (linear by 1), or scaled by {_FREQUENCIES}"
+                    allowed += f": RoPE must be unscaled, or scaled by the tensor {_FREQUENCIES}"
             elif name not in known:
                 allowed = f"is unknown, and may change the model; known: {', '.join(known)}"
             else:
@@ -201,7 +201,7 @@ class File:
         def get(key):
             return self.metadata.get(f"tokenizer.ggml.{key}")
 
-        # A byte-level BPE, or SentencePiece.
+        # llama.cpp's names of a byte-level BPE and of SentencePiece.
         one_of(f"{self.path}: tokenizer.ggml.model", get("model"), ("gpt2", "llama"))
         if get("model") == "llama":
             return self._sentencepiece(get)

@@ -35,7 +35,7 @@ class RowStore:
       identity: everything that determines the verdicts: model, data, options.
       share: (i, n): this process evaluates rows i, i + n, i + 2 n, ...
       defaults: values of identity keys that earlier versions did not write.
-      prompts: digests of the first rows' present prompts, to compare with those of saved rows.
+      prompts: digests of the prompts of rows 0, 1, ...; saved rows must have the same.
     """
 
     def __init__(

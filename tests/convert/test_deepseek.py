@@ -293,11 +293,11 @@ REFUSED = {
     ),
     "shared_kv_heads": (
         SharedKVConfig(**DIMS, **PLAIN, num_kv_heads=2, rope_key_dim=0),
-        "config.attention.num_kv_heads = 2: must be 1, since a latent",
+        "config.attention.num_kv_heads = 2: must be 1, since DeepSeek",
     ),
     "gla": (
         GLAConfig(**DIMS, **PLAIN, num_latents=2, latent_dim=6, rope_key_dim=4, value_dim=8),
-        "config.attention.num_latents = 2: must be 1, since a latent",
+        "config.attention.num_latents = 2: must be 1, since DeepSeek",
     ),
     "mlra": (
         MLRAConfig(

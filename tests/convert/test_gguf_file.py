@@ -230,7 +230,7 @@ UNKNOWN = [
     (text("llama.rope.scaling.type", "yarn"), "llama.rope.scaling.type = 'yarn': kvjax supports"),
     (
         scaling({"factor": 2.0}),
-        "factor = 2.0: kvjax supports only 0 or 1: RoPE is unscaled",
+        "factor = 2.0: kvjax supports only 0 or 1: RoPE must be unscaled",
     ),
     (scaling({"attn_factor": 0.5}), "llama.rope.scaling.attn_factor = 0.5: kvjax supports only"),
     (scaling({"yarn_ext_factor": 1.0}), "yarn_ext_factor = 1.0: is unknown, and may cha"),
