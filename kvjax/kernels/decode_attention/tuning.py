@@ -42,6 +42,10 @@ def key(implementation: str, inputs: DecodeInputs, cache: Mapping[str, jax.Array
         ("C", "latent", -2),
         ("P", "rope_key", 1),
         ("R", "residual_key", 2),
+        ("J", "key", 1),
+        ("H", "key", 2),
+        ("K", "value", 1),
+        ("V", "value", 2),
     ):
         if name in cache:
             sizes[letter] = cache[name].shape[axis]

@@ -202,9 +202,10 @@ def test_shapes_of_real_models():
     """Bytes of a token in bfloat16, FLOPs of a query; rivals' caches are of MLA's size."""
     shared = dict.fromkeys(RIVALS, 1664)
     large = dict(mha=9216, gqa=3072, mqa=512, thin_keys=5760, lrkv=5192, lrkv_no_norm=5120)
-    large |= dict(lrkv_no_rope=5192, lrkv_gqa=2072, mla=1664) | shared
+    large |= dict(lrkv_no_rope=5192, lrkv_gqa=2072, low_rank_keys=2328, mla=1664) | shared
     small = dict(mha=3072, gqa=1536, mqa=512, thin_keys=1920, lrkv=2072, lrkv_no_norm=2048)
-    small |= dict(lrkv_no_rope=2072, lrkv_gqa=1292, mla=640) | dict.fromkeys(RIVALS, 640)
+    small |= dict(lrkv_no_rope=2072, lrkv_gqa=1292, low_rank_keys=1164, mla=640)
+    small |= dict.fromkeys(RIVALS, 640)
     sizes = {
         model: {
             name: bytes_per_token(shape, jnp.dtype(jnp.bfloat16)) for name, shape in shapes_.items()

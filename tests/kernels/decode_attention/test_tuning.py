@@ -95,6 +95,7 @@ def test_keys():
     assert key("thin_keys") == "tpu/grouped/bfloat16-N18-K18-H32-V128-B8-S32768"
     assert key("mla") == "tpu/latent/bfloat16-N18-C768-P64-B8-S32768"
     assert key("lrkv_gqa") == KEY.replace("K18", "K6")
+    assert key("low_rank_keys") == "tpu/factored/bfloat16-N18-K6-J6-H64-V128-B8-S32768"
     assert key("gla") == "tpu/latent/bfloat16-N18-J2-C384-P64-B8-S32768"
 
 
