@@ -4,7 +4,8 @@
 
 A mechanism's activations `raw` are linear in its input, except for the norm of a latent, and keys
 and values are linear in `raw`. So any mechanism's module gives its maps when it is applied to
-identity matrices. r is the rotated part of a key, which all heads share; c expands to the rest.
+identity matrices. All heads share r, the rotated part of their keys. The rest of the keys, and all
+values, are expanded from c.
 """
 
 from collections.abc import Mapping
@@ -26,11 +27,11 @@ _UNROTATED = Positions(np.zeros((1, 1), np.int32), None)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LatentSizes:
-    """Channels of c, of r, of the part of a key that comes from c, and of a value."""
+    """Numbers of channels."""
 
-    latent: int  # C
-    rope: int  # P
-    content: int  # H
+    latent: int  # C, of c
+    rope: int  # P, of r
+    content: int  # H, of the part of a key that is expanded from c
     value: int  # Hv
 
 
@@ -136,7 +137,7 @@ def of_layer(
 def _linear_module(mechanism: MechanismConfig, weights: Mapping, d_model: int) -> Mechanism:
     """Returns the module in float64, made linear: without norms of latents and without biases.
 
-    If queries have a latent, an identity matrix takes its place.
+    Queries that have a latent are computed from an identity matrix instead.
     """
     plain = dataclasses.replace(mechanism, latent_scale=False)
     if isinstance(mechanism, MLAConfig):

@@ -91,7 +91,7 @@ def _types(c: PublishedConfig, default: Sequence[str]) -> Sequence[str]:
         return default
     kinds, layers = c.get("layer_types", list), c.integer("num_hidden_layers")
     if len(kinds) != layers or not all(kind in (FULL, SLIDING) for kind in kinds):
-        raise c.error("layer_types", f"must be {FULL} or {SLIDING} for {layers} layers")
+        raise c.error("layer_types", f"must be {FULL} or {SLIDING} for each of {layers} layers")
     return kinds
 
 

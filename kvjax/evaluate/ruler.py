@@ -80,7 +80,8 @@ def options(
       files: paths of --file, by task.
 
     Raises:
-      UserError: a value is out of range, a task lacks its file, or there are options and no task.
+      UserError: a value is out of range, a task lacks its file, or options are given without a
+        task of RULER.
     """
     parsed = lists.integers("--ruler_lengths", lengths, 1, MOST_TOKENS)
     between("ruler_samples", samples, 1, MOST_SAMPLES)
@@ -120,7 +121,7 @@ def check_lengths(settings: Options, positions: int | None, context: int) -> lis
     longest = max(settings.lengths)
     if positions is not None and longest > positions:
         raise UserError(
-            f"--ruler_lengths = {longest}: the model has {positions:,} positions: give at most that"
+            f"--ruler_lengths = {longest}: must be at most {positions:,}, the model's positions"
         )
     warnings = [f"ruler: {task} is left out: {_file_advice(task)}" for task in settings.left_out]
     if longest > context:

@@ -358,7 +358,11 @@ REFUSED = [
         "rope_parameters.sliding_attention.factor = 4.0: layers with a window have no scaling",
     ),
     (QWEN3, dict(layer_types=[SLIDING] * 2), "and use_sliding_window is not set"),
-    (QWEN3, dict(layer_types=[FULL, "chunked_attention"]), "or sliding_attention for 2 layers"),
+    (
+        QWEN3,
+        dict(layer_types=[FULL, "chunked_attention"]),
+        "sliding_attention for each of 2 layers",
+    ),
     (
         QWEN2,
         dict(dual_chunk_attention_config=dict(original_max_position_embeddings=63)),

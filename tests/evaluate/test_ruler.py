@@ -362,7 +362,7 @@ def test_bad_options(run, files, tmp_path):
 
 def test_lengths_beyond_the_model(files):
     given = _options({}, lengths="512,2048")
-    with pytest.raises(UserError, match="--ruler_lengths = 2048: the model has 1,024 positions"):
+    with pytest.raises(UserError, match="--ruler_lengths = 2048: must be at most 1,024, the"):
         ruler.check_lengths(given, 1024, 1024)
     said = ruler.check_lengths(given, 2048, 1024)
     assert [text.partition(": give")[0] for text in said] == [
