@@ -44,7 +44,7 @@ class Engine:
         if compute.cache_bits == 4:
             warn(
                 "four bits per cached number cost quality: `python -m kvjax.evaluate "
-                "--cache_dtype=int4` measures how much"
+                "--cache_dtype=int4` measures how much (experiments/reports/quantized.md)"
             )
         if not model.config.block.causal:
             raise UserError("config.model.causal = False: only a causal model can generate")
