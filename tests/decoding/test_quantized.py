@@ -20,10 +20,18 @@ from tests.decoding.prompts import GREEDY, PROMPTS, tokens
 F32 = jnp.dtype(jnp.float32)
 
 
+SHORT = 6
+
+
 @pytest.fixture(autouse=True)
-def rows_of_eight(monkeypatch):
+def rows_of_six(monkeypatch):
     """Lets rows of these small models' heads have scales, and be of four bits."""
-    monkeypatch.setattr(quantized, "SHORTEST_ROW", 8)
+    monkeypatch.setattr(quantized, "SHORTEST_ROW", SHORT)
+
+
+def _has_long_rows(config):
+    fields = config.mechanisms[0].entry().values()
+    return any(f.shape[-1] >= SHORT for f in fields if not (f.wide or f.keeps))
 
 
 def _quantized(bits):
@@ -43,7 +51,8 @@ def test_a_run_holds_the_bytes_of_the_formula(make_model, name, bits):
     for layer in cache.layers:
         narrow = {name for name, x in layer.items() if x.dtype.itemsize == 1}
         assert narrow == {name for name in layer if f"{name}.scale" in layer} != set()
-        assert bits == 8 or any(layer[name].dtype == jnp.uint8 for name in narrow)
+        packed = any(layer[name].dtype == jnp.uint8 for name in narrow)
+        assert packed == (bits == 4 and _has_long_rows(generator.config))
     engine, state = generator.engine, (*generation._first, generation._cancelled_B)
     step = engine.decode_step.lower(engine.weights, cache, *state, generation._sampling).compile()
     memory = step.memory_analysis()
@@ -67,7 +76,8 @@ def test_scores_are_near_those_of_a_wide_cache(make_model, name):
         scorer = Scorer(Generator(make_model(name), _quantized(bits)), batch=2)
         nats[bits] = scorer.continuations(pairs)[0].nats
     off = {bits: np.abs(nats[bits] - nats[None]).mean() for bits in (8, 4)}
-    assert 0 < off[8] < 0.02 * np.std(nats[None]) and off[8] < off[4]
+    assert 0 < off[8] < 0.02 * np.std(nats[None])
+    assert off[8] < off[4] or not _has_long_rows(make_model(name).config)
 
 
 def test_chips_change_no_token(make_model, on_chips):
