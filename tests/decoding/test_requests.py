@@ -136,7 +136,7 @@ def test_invalid_models_and_options(make_model):
         ("xla", jax.devices()[:2], 2, "xla"),
         ("gpu", [gpu], 1, "gpu"),
     ):
-        assert engine._for_devices(implementation, devices, chips) == chosen
+        assert engine._for_devices(implementation, devices, chips, None) == chosen
 
 
 def test_capacities_are_few():

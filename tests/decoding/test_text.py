@@ -72,7 +72,7 @@ class Scripted:
 
     chips = 3
     config = types.SimpleNamespace(vocab_size=262)
-    compute = types.SimpleNamespace(dtype=np.dtype("float16"))
+    compute = types.SimpleNamespace(dtype=np.dtype("float16"), cache_dtype="float16")
 
     def __init__(self, script, num_tokens, cache=None):
         self._script, self._num_tokens, self.cache = (

@@ -53,7 +53,7 @@ def test_a_parent_has_the_model_with_its_own_rows(mid):
         experiment = dataclasses.replace(
             experiment, model=dataclasses.replace(model, vocab_size=size)
         )
-        with pytest.raises(UserError, match=f"set --config.data.vocab_size={needed}, or more"):
+        with pytest.raises(UserError, match=f"set --config.data.vocab_size={needed}, or the next"):
             conversations.parent_model(experiment, _parent(model, rows))
     experiment = dataclasses.replace(experiment, model=dataclasses.replace(model, vocab_size=300))
     assert conversations.parent_model(experiment, _parent(model, 300)).vocab_size == 300

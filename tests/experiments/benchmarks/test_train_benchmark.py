@@ -143,7 +143,7 @@ def test_each_device_has_its_own_record():
     assert benchmark.result_name(jax.devices("cpu")[0]) == "train_benchmark"
     assert benchmark.result_name(_gpu("NVIDIA H200")) == "train_benchmark_h200"
     assert benchmark.result_name(_gpu("NVIDIA H100 80GB HBM3")) == "train_benchmark_h100"
-    assert benchmark.result_name(_gpu("NVIDIA L4")) == "train_benchmark_nvidia_l4"
+    assert benchmark.result_name(_gpu("NVIDIA L40S")) == "train_benchmark_nvidia_l40s"
 
 
 # -- processes -------------------------------------------------------------------------------------
