@@ -14,6 +14,7 @@ from kvjax.decoding.generator import Generator
 def tokens(loaded, tmp_path, monkeypatch):
     """Generates with a new generator; returns the tokens and the number of compilations."""
     monkeypatch.setenv("KVJAX_CACHE", str(tmp_path))
+    monkeypatch.setattr(stored, "_loading", {})  # without what commands in this process left
     compiled = []
 
     def compile_(jitted, arguments, real=stored._compile):
