@@ -63,7 +63,7 @@ OPTIONS = {
 def measured(options: Options) -> dict:
     """Returns each press's score on each task, and the share of tokens that it kept."""
     run = trained.find(options.workdir)
-    if not os.access(options.python, os.X_OK):
+    if not shutil.which(options.python):
         raise UserError(f"--python={options.python}: cannot be run; --help says how to make it")
     dialogue = dialogue_lib.of(run)
     given = ruler.options(

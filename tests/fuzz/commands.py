@@ -61,6 +61,10 @@ WORKING = {
         ("--workdir=../shared/talking", f"--python={sys.executable}"),
         "",
     ),
+    "experiments.evaluation.token_eviction": (
+        ("--workdir=../shared/talking", f"--python={sys.executable}"),
+        "",
+    ),
     "experiments.device_run": (("--run", "--device=cpu", "--folder=../shared/missing"), ""),
     "experiments.studies.depth_8": (("--data=../shared/rows",), ""),
     "experiments.studies.language_models": (("--study=lrkv_ranks",), ""),
