@@ -21,7 +21,6 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.cache.field import Field, HasCacheEntry
-from kvjax.foundation.configuration import one_of
 from kvjax.foundation.errors import UserError
 
 BITS = {"int8": 8, "int4": 4}  # by --cache_dtype; "": the compute dtype, without scales
@@ -33,7 +32,9 @@ _ZERO = 8  # the byte half that stands for 0
 
 def bits_of(cache_dtype: str) -> int | None:
     """Returns the bits of a `--cache_dtype`; None for "". Raises a UserError for other values."""
-    one_of("cache_dtype", cache_dtype, ("", *BITS))
+    if cache_dtype not in ("", *BITS):  # kernels need JAX alone, `foundation.configuration` more
+        allowed = ", ".join(map(repr, ("", *BITS)))
+        raise UserError(f"cache_dtype = {cache_dtype!r}: must be one of {allowed}")
     return BITS.get(cache_dtype)
 
 
