@@ -44,7 +44,7 @@ def entry_of(mechanism: HasCacheEntry, bits: int | None) -> dict[str, Field]:
     Raises:
       UserError: see `stored`.
     """
-    return mechanism.entry() if bits is None else stored(mechanism.entry(), bits, mechanism.title)
+    return stored(mechanism.entry(), bits, mechanism.title)
 
 
 def stored(entry: Mapping[str, Field], bits: int | None, owner: str) -> dict[str, Field]:
@@ -85,14 +85,9 @@ def check(mechanisms: Iterable[HasCacheEntry], bits: int | None) -> None:
         entry_of(mechanism, bits)
 
 
-def is_quantized(cache: Mapping) -> bool:
-    """Returns True if a layer's arrays, or an entry's fields, are quantised."""
-    return any(_scale(name) in cache for name in cache)
-
-
 def cached_bits(cache: Mapping[str, jax.Array]) -> int | None:
     """Returns the bits of a layer's arrays; None if they are not quantised."""
-    if not is_quantized(cache):
+    if not any(_scale(name) in cache for name in cache):
         return None
     return 4 if any(array.dtype == jnp.uint8 for array in cache.values()) else 8
 

@@ -23,7 +23,7 @@ _KEYS = frozenset(
 
 
 class RopeKeys(NamedTuple):
-    """How a family's config.json describes RoPE.
+    """The keys by which a family's config.json describes RoPE.
 
     Attributes:
       read: returns keys of BlockConfig for a published config, given whether layers have windows.

@@ -11,7 +11,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"  # layer types
 
 
 class WindowKeys(NamedTuple):
-    """How a family's config.json describes a sliding window.
+    """The keys by which a family's config.json describes a sliding window.
 
     Attributes:
       read: returns keys of BlockConfig for a published config.

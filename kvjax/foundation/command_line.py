@@ -1,4 +1,4 @@
-"""What all commands share: options, `--config=FILE --config.key=value`, errors, exit statuses.
+"""Parses options and `--config=FILE --config.key=value`; maps errors to exit statuses.
 
 A config file is Python with `get_config()`. A file with a table VARIANTS has `get_config(variant)`,
 and FILE.py:VARIANT names one of its configs, as in ml_collections' config_flags.

@@ -34,7 +34,7 @@ SHAPES = {  # examples, the smallest first
 
 
 class _Chip(NamedTuple):
-    """What XLA would query from a GPU, besides memory and bandwidth."""
+    """Properties that XLA would query from a GPU, besides memory and bandwidth."""
 
     capability: str  # of CUDA
     cores: int  # multiprocessors

@@ -42,7 +42,7 @@ def test_bytes_of_a_token(mechanism, by_hand):
     for bits, wanted in zip((None, 8, 4), by_hand, strict=True):
         cache = cache_lib.allocate([mechanism], **shape, bits=bits)
         assert cache_lib.live_bytes(cache) == 2 * 128 * wanted
-        assert quantized.is_quantized(cache.layers[0]) == bool(bits)
+        assert quantized.cached_bits(cache.layers[0]) == bits
         shapes = quantized.dequantized_shapes(cache.layers[0])
         assert {name: x.shape[1:-1] for name, x in shapes.items()} == {
             name: field.shape for name, field in mechanism.entry().items()

@@ -60,9 +60,9 @@ def _draw(*shape, sequences=(B,)):
 
 def _cached(*shape, quantized: bool) -> Cached:
     if not quantized:
-        return Cached(_draw(*shape))
+        return Cached(_draw(*shape), FLOAT32)
     array = jnp.asarray(_random.integers(-127, 128, (B, *shape)), jnp.int8)
-    return Cached(array, jnp.exp(_draw(shape[0], 1, S)) / 64, FLOAT32)
+    return Cached(array, FLOAT32, scale=jnp.exp(_draw(shape[0], 1, S)) / 64)
 
 
 def _components(of_rotated, quantized: bool):

@@ -303,8 +303,8 @@ def _by_group(query_B1NH: jax.Array, K: int) -> jax.Array:
 
 def _cached(inputs: DecodeInputs, cache: Cache, name: str) -> Cached:
     """Returns a field as components read it."""
-    scale = cache.get(f"{name}.scale")
-    return Cached(cache[name], scale, inputs.query.dtype if scale is not None else None)
+    array, scale = cache[name], cache.get(f"{name}.scale")
+    return Cached(array, array.dtype if scale is None else inputs.query.dtype, scale)
 
 
 def _keys_of_heads(query_B1NH: jax.Array, keys: Cached):
@@ -351,7 +351,7 @@ def _latent(inputs: LatentInputs, cache: Cache, tile_kv: int, variant: Variant, 
     )
     components = [content]
     if inputs.rope_query is not None:  # scores to add, without values of its own
-        rope_key = Cached(cache["rope_key"][:, None])
+        rope_key = Cached(cache["rope_key"][:, None], cache["rope_key"].dtype)
         components.append(
             Component(operators.MatrixKeys(_by_group(inputs.rope_query, 1), rope_key))
         )

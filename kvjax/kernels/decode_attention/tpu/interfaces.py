@@ -53,17 +53,13 @@ class Cached:
     the scale of its value, so that no tile is dequantised.
 
     Attributes:
-      scale: [B, K, 1, S] float32; None if the array is not quantised.
       dtype: that products cast the array to.
+      scale: [B, K, 1, S] float32; None if the array is not quantised.
     """
 
     array: jax.Array
+    dtype: jnp.dtype
     scale: jax.Array | None = None
-    dtype: jnp.dtype | None = None
-
-    def __post_init__(self):
-        if self.dtype is None:
-            object.__setattr__(self, "dtype", self.array.dtype)
 
     def inputs(self, piece: str) -> dict[str, Input]:
         """Returns the inputs "keys" and "keys.scale", or "values" and "values.scale"."""
