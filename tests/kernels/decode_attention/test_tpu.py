@@ -225,6 +225,11 @@ def test_programs_in_64_bits_are_left_to_xla(x64):
         gpu.check(inputs, cache)
 
 
+def _narrow_rows(o, c):
+    """A tile of int8 has 32 rows where one of bfloat16 has 16."""
+    return o, c | dict(residual_key=c["residual_key"][:, :, :16].astype(jnp.int8))
+
+
 def _with_bias(o, c):
     return dataclasses.replace(o, bias=cache_layouts.PositionBias(weights=jnp.ones(4))), c
 
@@ -236,6 +241,7 @@ def _with_bias(o, c):
         (lambda o, c: (o, c | dict(residual_key=c["residual_key"][:, :, :3])), "3 of residual_key"),
         (lambda o, c: (o, {k: v.astype(jnp.float16) for k, v in c.items()}), "in float16"),
         (lambda o, c: (o, c | dict(residual_key=c["residual_key"].astype(jnp.int4))), "in int4"),
+        (_narrow_rows, "in multiples of 32, not 16 of residual_key"),
         (_tied, "not tied"),
         (_several_queries, "T = 3"),
         (_with_bias, "bias"),
