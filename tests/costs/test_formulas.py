@@ -154,10 +154,9 @@ def test_factors_are_read_by_all_heads():
     A layer of one head, here without a cache, adds nothing to a chip that has none of its heads.
     """
     entry = dict(heads=Field("R N", (3, 4)), channels=Field("R H", (3, 8)))
-    one = types.SimpleNamespace(num_heads=1, entry=dict)
-    config = types.SimpleNamespace(
-        mechanisms=[types.SimpleNamespace(num_heads=4, entry=lambda: entry), one]
-    )
+    four = types.SimpleNamespace(num_heads=4, entry=lambda: entry, title="four heads")
+    one = types.SimpleNamespace(num_heads=1, entry=dict, title="one head")
+    config = types.SimpleNamespace(mechanisms=[four, one])
     per_chip = formulas.chip_cache_bytes_per_token(config, BF16, chips=2, by="heads")
     assert per_chip == 2 * (3 * 2 + 3 * 8)
 
