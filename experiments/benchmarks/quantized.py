@@ -11,10 +11,12 @@ float32 in tiles as a quantised cache is read, float32 at once as the CPU reads 
 both quantised caches, in turns.
 """
 
+from collections.abc import Sequence
 import contextlib
 import dataclasses
 import statistics
 import time
+from typing import NamedTuple
 from unittest import mock
 
 from etils import epath
@@ -38,20 +40,48 @@ from kvjax.model.decoder import Decoder
 from kvjax.workdir import trained
 
 CHUNK = 64
-BASES = ("", "stored", "balanced")  # "": as the product has it
 F32 = jnp.dtype(jnp.float32)
 
 
+class Cache(NamedTuple):
+    """A cache to measure.
+
+    Attributes:
+      dtype: as of --cache_dtype; "": float32.
+      basis: "": as kvjax has it; "stored": without the change of basis; "balanced": without the
+        spreading of channels.
+      part: "key" or "value": only fields with that in their names are quantised; "": all fields.
+    """
+
+    dtype: str
+    basis: str = ""
+    part: str = ""
+
+
+CACHES = (Cache(""), *(Cache(d, b) for d in quantized.BITS for b in ("", "stored", "balanced")))
+
+
 @contextlib.contextmanager
-def _basis(name: str):
-    """Changes `canonical` to leave out a part: all of it, or the spreading of channels."""
+def _only(cache: Cache):
+    """Changes `canonical` and `quantized` to leave out what `cache` is without."""
     patches = []
-    if name == "stored":
+    if cache.basis == "stored":
         patches.append(mock.patch.object(canonical, "change_basis", lambda *arguments: {}))
-    if name == "balanced":
+    if cache.basis == "balanced":
         patches.append(mock.patch.object(canonical, "spread_matrix", np.eye))
-    if name:
+    if cache.basis:
         patches.append(mock.patch.object(canonical, "spread_field", lambda config: ""))
+    if cache.part:
+        stored = quantized.stored
+
+        def part_of(entry, bits, owner):
+            kept = {
+                name: field if cache.part in name else dataclasses.replace(field, keeps=True)
+                for name, field in entry.items()
+            }
+            return stored(kept, bits, owner)
+
+        patches.append(mock.patch.object(quantized, "stored", part_of))
     with contextlib.ExitStack() as stack:
         for patch in patches:
             stack.enter_context(patch)
@@ -72,16 +102,16 @@ def _step(model, compute):
     return lambda tokens_BT, cache: jitted(weights, tokens_BT, cache)
 
 
-def scores(model, compute, tokens_BT: np.ndarray, basis: str) -> tuple[np.ndarray, np.ndarray]:
+def scores(model, compute, tokens_BT: np.ndarray, cache: Cache) -> tuple[np.ndarray, np.ndarray]:
     """Returns the nats of every token but the first, and the greedy token before it."""
     B, T = tokens_BT.shape
-    with _basis(basis):
+    with _only(cache):
         step = _step(model, compute)
-        cache = decoder_lib.allocate(model.config, compute, batch=B, capacity=T)
+        arrays = decoder_lib.allocate(model.config, compute, batch=B, capacity=T)
         nats, greedy = [], []
         for start in range(0, T - 1, CHUNK):
             chunk = tokens_BT[:, start : min(start + CHUNK, T - 1)]
-            z_BTV, cache = step(chunk, cache)
+            z_BTV, arrays = step(chunk, arrays)
             log_p_BTV = jax.nn.log_softmax(z_BTV)
             target = tokens_BT[:, start + 1 : start + 1 + chunk.shape[1], None]
             nats.append(-np.take_along_axis(np.asarray(log_p_BTV), target, axis=-1)[..., 0])
@@ -108,33 +138,37 @@ def held_out(workdir: epath.Path, positions: int, rows: int) -> np.ndarray:
     return next(iter(batches))[:, :positions]
 
 
-def quality(workdir: epath.Path, positions: int, rows: int) -> list[dict]:
-    """Returns a row per cache dtype and basis."""
+def quality(
+    workdir: epath.Path, positions: int, rows: int, caches: Sequence[Cache] = CACHES
+) -> list[dict]:
+    """Returns a row per cache; the first, in float32, is what others are compared with."""
     loaded = trained.load(workdir, dtype="float32")
     tokens_BT = held_out(workdir, positions, rows)
     num_bytes = loaded.tokenizer.token_bytes()[tokens_BT[:, 1:]].sum()
     results, wide = [], None
-    for dtype in ("", *quantized.BITS):
-        for basis in BASES if dtype else BASES[:1]:
-            compute = dataclasses.replace(loaded.compute, cache_bits=quantized.bits_of(dtype))
-            nats, greedy = scores(loaded.model, compute, tokens_BT, basis)
-            wide = (nats, greedy) if wide is None else wide
-            bits_per_byte = float(nats.sum() / np.log(2) / num_bytes)
-            first = results[0]["bits_per_byte"] if results else bits_per_byte
-            results.append(
-                dict(
-                    workdir=workdir.name,
-                    cache=compute.cache_dtype,
-                    basis=basis,
-                    bytes_per_token=formulas.cache_bytes_per_token(
-                        loaded.model.config, F32, compute.cache_bits
-                    ),
-                    positions=nats.size,
-                    bits_per_byte=bits_per_byte,
-                    worse=bits_per_byte / first - 1,
-                    same_token=float((greedy == wide[1]).mean()),
-                )
+    for cache in caches:
+        compute = dataclasses.replace(loaded.compute, cache_bits=quantized.bits_of(cache.dtype))
+        nats, greedy = scores(loaded.model, compute, tokens_BT, cache)
+        wide = greedy if wide is None else wide
+        bits_per_byte = float(nats.sum() / np.log(2) / num_bytes)
+        first = results[0]["bits_per_byte"] if results else bits_per_byte
+        with _only(cache):
+            bytes_per_token = formulas.cache_bytes_per_token(
+                loaded.model.config, F32, compute.cache_bits
             )
+        results.append(
+            dict(
+                workdir=workdir.name,
+                cache=compute.cache_dtype,
+                basis=cache.basis,
+                part=cache.part,
+                bytes_per_token=bytes_per_token,
+                positions=nats.size,
+                bits_per_byte=bits_per_byte,
+                worse=bits_per_byte / first - 1,
+                same_token=float((greedy == wide).mean()),
+            )
+        )
     return results
 
 

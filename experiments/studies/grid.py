@@ -13,6 +13,7 @@ import functools
 import json
 import pathlib
 import statistics
+import types
 
 from etils import epath
 from flax import traverse_util
@@ -121,13 +122,19 @@ def code_now() -> dict[str, str]:
     return code_lib.code_of(PACKAGE / name for name in _DECIDES)
 
 
-def matched(config: pathlib.Path, parameters: int) -> dict[str, int]:
+def matched(
+    config: pathlib.Path,
+    parameters: int,
+    overrides: Mapping[str, object] = types.MappingProxyType({}),
+) -> dict[str, int]:
     """Returns the override of the MLP's width with which a config is nearest to `parameters`."""
 
     def count(config):
         return formulas.parameters(config_lib.resolve(config).model)["total"]
 
     plain, wider = load_config(config), load_config(config)
+    for one in (plain, wider):
+        one.update_from_flattened_dict(overrides)
     wider.model.mlp_dim += 1
     per_channel = count(wider) - count(plain)
     more = round((parameters - count(plain)) / per_channel)

@@ -22,6 +22,7 @@ _STUDIES += (
     "language_models",
     "cross_attention",
     "depth_8",
+    "cache_bits",
 )
 ROOMS = dict.fromkeys(_STUDIES, "studies")
 ROOMS |= dict.fromkeys(_BENCHMARKS, "benchmarks")
@@ -41,6 +42,7 @@ _OTHERS = (
     "scores",
     "token_eviction",
     "depth_8",
+    "cache_bits",
 )
 _OTHERS += ("device_run", "provenance_table", *_STUDIES[1:17])
 
@@ -148,6 +150,7 @@ BAD = (  # command, options, what the line says
     ("scaling_table", "--check --compile", "--check --compile: give one of them"),
     ("scores", "--workdirs=", "--workdirs is missing: give workdirs"),
     ("scores", "--workdirs=nowhere", "nowhere has no evaluation: python -m kvjax.evaluate"),
+    ("cache_bits", "--mechanisms=mhla", "did you mean 'mla'?"),
     ("small_caches", "--runs=", "--runs= is empty"),
     ("small_caches", "--runs=/dev/null/x", "--runs = '/dev/null/x': must be a folder"),
     ("train_benchmark", "--rows=0", "--rows = 0: must be at least 1"),

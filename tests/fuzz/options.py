@@ -40,13 +40,14 @@ def options_of(command: str) -> list[argparse.Action]:
     raise AssertionError(f"{command} parses no options")
 
 
+_WITH_RUNS = (
+    *("cache_bits", "depth_8", "head_diversity"),
+    *("language_models", "long_rows", "small_caches"),
+)
 # Valid values by command and option. They are not tried: the command would work, often for minutes.
 _STARTS_WORK = {
     **dict.fromkeys(
-        [
-            f"experiments.studies.{study} runs"
-            for study in "depth_8 head_diversity language_models long_rows small_caches".split()
-        ],
+        [f"experiments.studies.{study} runs" for study in _WITH_RUNS],
         frozenset(("../x", "a\x01b", SNOWMAN, FOLDER, MISSING, "x")),
     ),
     "experiments.benchmarks.train_benchmark set": {""},
