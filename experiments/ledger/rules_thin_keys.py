@@ -6,6 +6,8 @@ import statistics
 from experiments.conversion import records
 from experiments.ledger import judge
 from experiments.studies.thin_keys_tasks import CHANNELS, EVERY, STARTS, TASKS, cell
+from kvjax.cache import quantized
+from kvjax.cache.field import Field
 from kvjax.costs import formulas
 from kvjax.foundation.intervals import Estimate
 
@@ -169,6 +171,57 @@ def _cut(model: str, part: str, objective: str) -> dict[int, float]:
     # at the same ranks.
     percent = {p["rank"]: round(100 * (2 * p["share"] - 1)) for p in points("key")}
     return {percent[point["rank"]]: point["perplexity"] for point in points(part)}
+
+
+# -- quantised caches ------------------------------------------------------------------------------
+
+
+def _costs(mechanism: str, part: str) -> dict[str, float]:
+    """Returns by seed what int4 for a part of the cache costs in bits per byte, stored basis."""
+    runs = judge.read("cache_bits")["runs"].get(mechanism, {})
+    costs = {}
+    for seed, run in runs.items():
+        bits = {name: figures["bits_per_byte"] for name, figures in run["caches"].items()}
+        costs[seed] = bits[f"int4/stored/{part}"] - bits["//"]
+    return costs
+
+
+@judge.rule
+def fragile_keys(thin: str) -> judge.Judgement:
+    """Checks that int4 costs MHA more for keys than for values, and more than for thin keys.
+
+    Args:
+      thin: name of the mechanism with thin keys.
+    """
+    keys = _costs("mha", "key")
+    gaps = {
+        "MHA's keys less its values": judge.paired(keys, _costs("mha", "value"), "cache_bits"),
+        "MHA's keys less thin ones": judge.paired(keys, _costs(thin, "key"), "cache_bits"),
+    }
+    seeds = min(count for _, count in gaps.values())
+    shown = ", ".join(f"{name}: {gap.shown('+.4f')}" for name, (gap, _) in gaps.items())
+    ours = f"cost of int4 in bits per byte; {shown} ({seeds} seeds, models of 1.3M parameters)"
+    if seeds < judge.SEEDS:
+        return judge.Judgement(judge.MISSING, ours)
+    signs = [judge.sign_verdict(gap.sign, 1) for gap, _ in gaps.values()]
+    return judge.Judgement(judge.combined(signs), ours)
+
+
+@judge.rule
+def int4_and_thin_keys(figure: str, channels: int, thin: int) -> judge.Judgement:
+    """Checks how much smaller a head's key of `thin` channels in int4 is than one in 16 bits."""
+    (packed, scale) = quantized.stored({"key": Field("H", (thin,))}, 4, "thin keys").values()
+    bits_alone = packed.shape[0]
+    with_scale = bits_alone + scale.shape[0] * scale.dtype.itemsize
+    ratios = [2 * channels / size for size in (bits_alone, with_scale)]
+    return judge.cases(
+        {
+            name: f"{ratio:.0f}" == figure
+            for name, ratio in zip(("bits", "all"), ratios, strict=True)
+        },
+        f"{ratios[0]:g} from bits alone; {ratios[1]:g} with the float32 scale that kvjax stores "
+        f"for each key of {thin} channels",
+    )
 
 
 # -- from shapes -----------------------------------------------------------------------------------

@@ -164,9 +164,26 @@ def word_models(results: Mapping[str, Mapping]) -> Figure:
     return lines("Thin keys' models of words", caption, series, labels)
 
 
+def cache_bits(result: Mapping) -> Figure:
+    """Draws bits per byte against cache bytes: a line per mechanism, through its precisions."""
+    series: dict[str, dict[int, Estimate]] = {}
+    for row in result["rows"]:
+        value = Estimate(row["bpb"], row["bpb_half_interval"])
+        series.setdefault(row["kind"], {})[row["cache_bytes"]] = value
+    seeds = min(row["seeds"] for row in result["rows"])
+    caption = f"From right to left: bfloat16, int8, int4. Equal parameters, {seeds} seeds, 95 % "
+    caption += f"intervals, {result['tokens'] / 1e6:.1f}M training tokens. Lower is better."
+    labels = ("cache bytes per token, all layers", "held-out bits per byte")
+    title = "Fewer heads, a lower rank or fewer bits"
+    figure = lines(title, textwrap.wrap(caption, 110), series, labels)
+    figure.axes[0].set_xticks([2**n for n in range(6, 12)], [f"{2**n:,}" for n in range(6, 12)])
+    return figure
+
+
 # By name of the result.
 ALONE: Mapping[str, Callable[[Mapping], Figure]] = {
     "analysis/head_diversity": head_diversity,
+    "cache_bits": cache_bits,
     "cross_attention": cross_attention,
     "linear_attention": linear_attention,
     "long_rows": long_rows,

@@ -254,3 +254,41 @@ def test_convergence_is_over_all_seeds(results):
     batches[4] = [None, 900, None]
     _tasks(results, "retrieval", published, batches)
     assert "1 of 5 cases as there" in rules_thin_keys.converges("retrieval").ours
+
+
+@pytest.mark.parametrize(
+    "keys, values, thin, verdict",
+    [
+        (0.3, 0.1, 0.2, "reproduced"),
+        (0.3, 0.1, 0.4, "in part"),
+        (0.1, 0.3, 0.4, "contradicted"),
+        (0.1, 0.1, 0.1, "not distinguishable"),
+    ],
+)
+def test_keys_are_fragile_if_int4_costs_more_for_them(results, keys, values, thin, verdict):
+    def runs(cost):
+        each = {}
+        for seed, noise in enumerate((-0.01, 0.0, 0.01)):
+            bits = {name: 2.0 + seed + x for name, x in cost.items()}
+            bits["int4/stored/key"] += noise
+            each[str(seed)] = dict(caches={n: dict(bits_per_byte=b) for n, b in bits.items()})
+        return each
+
+    wide = {"//": 0.0}
+    mha = wide | {"int4/stored/key": keys, "int4/stored/value": values}
+    of_thin = runs(wide | {"int4/stored/key": thin})
+    for seed, noise in zip("012", (0.01, 0.0, -0.01), strict=True):  # not MHA's noise
+        of_thin[seed]["caches"]["int4/stored/key"]["bits_per_byte"] += noise
+    saved = dict(runs={"mha": runs(mha), "thin_keys_16": of_thin})
+    (results / "cache_bits.json").write_text(json.dumps(saved))
+    found = rules_thin_keys.fragile_keys("thin_keys_16")
+    assert found.verdict == verdict and "3 seeds" in found.ours
+    del saved["runs"]["mha"]["2"]
+    (results / "cache_bits.json").write_text(json.dumps(saved))
+    assert rules_thin_keys.fragile_keys("thin_keys_16").verdict == judge.MISSING
+
+
+def test_int4_shrinks_thin_keys_16_times_without_their_scales():
+    found = rules_thin_keys.int4_and_thin_keys("16", 128, 32)
+    assert found.verdict == judge.IN_PART
+    assert found.ours.startswith("1 of 2 cases; 16 from bits alone; 12.8 with the float32 scale")

@@ -60,6 +60,18 @@ def test_word_models_are_a_line_for_each_set():
     assert line.get_label() == "embedded" and line.lines[0].get_ydata()[0] == 120.0
 
 
+def test_a_mechanism_is_a_line_through_its_precisions():
+    sizes = {2048: 1.8, 1152: 1.81, 640: 1.9}
+    rows = [
+        dict(kind="MHA", seeds=3, cache_bytes=size, bpb=bpb, bpb_half_interval=0.01)
+        for size, bpb in sizes.items()
+    ]
+    (axes,) = model_figures.cache_bits(dict(rows=rows, tokens=2e6)).axes
+    (line,) = axes.containers
+    assert line.get_label() == "MHA"
+    assert list(line.lines[0].get_ydata()) == [1.9, 1.81, 1.8]  # from the smallest cache
+
+
 IMAGES = dict(
     rows=[dict(variant="qkv", right=0.98, right_half_interval=0.001, published=0.981)],
     grid=dict(widths=[64], layers=[2], patches=[7], epochs=20),
