@@ -4,7 +4,8 @@
 
 Converts SmolLM2-135M-Instruct, or --model, like `python -m kvjax.convert --method=NAME
 --cache=SIZE`, without writing a workdir. Points that results/conversion.jsonl already has are not
-measured again. If a method cannot make the cache that small, its error message is recorded instead.
+measured again, and "auto" takes the figures of the method that it chose, if that has a result. If a
+method cannot make the cache that small, its error message is recorded instead.
 """
 
 import functools
@@ -28,6 +29,7 @@ from kvjax.foundation.errors import UserError
 from kvjax.foundation.output import Output, Table
 
 TOKENS = {512: 16_384, 4096: 16_384}  # tokens of held-out text to evaluate, by row length
+_FIGURES = ("bytes", "of", "titles", "perplexity", "outputs_lost")
 _SECONDS_PER_POINT = 150.0  # on two CPU cores
 
 
@@ -45,7 +47,11 @@ class _Subject:
     """A published model with its calibration and held-out rows."""
 
     def __init__(self, source: str):
-        self.model = command.open_model(source, "--model")
+        self.model, self.name = command.open_model(source, "--model"), epath.Path(source).stem
+
+    def title(self, method: str, size: float) -> str:
+        """Returns the name of a point's record."""
+        return f"methods_by_size/{self.name}/{size:g}/{method}"
 
     @functools.cached_property
     def calibrating_BT(self) -> np.ndarray:
@@ -84,6 +90,11 @@ class _Subject:
         rows_BT = self.calibrating_BT
         long_BT = command.long_rows(options, self.model, rows_BT)
         chosen = choice.choose(options, self.model, self.moments, rows_BT, long_BT)
+        if method == "auto":  # which converts as the method with the least perplexity does
+            winner = min(chosen.compared, key=_perplexity)[0].partition(":")[0]
+            if single := records.read(self.title(winner, size)):
+                figures = {key: single[key] for key in _FIGURES}
+                return figures | dict(compared=dict(chosen.compared), winner=winner)
         regressing_BT = rows_BT[:, :-1] if options.refit else None
         converted = refit.converted_model(self.model, chosen.methods, self.moments, regressing_BT)
         return dict(
@@ -96,7 +107,11 @@ class _Subject:
         )
 
 
-def tasks(subject: _Subject, name: str, methods: list[str], sizes: list[float]):
+def _perplexity(compared: tuple[str, float]) -> float:
+    return compared[1]
+
+
+def tasks(subject: _Subject, methods: list[str], sizes: list[float]):
     """Returns a task for the original model, and one for each method and size."""
     points = [("none", 1.0), *((method, size) for size in sizes for method in methods)]
     tokens = {str(length): count for length, count in TOKENS.items()}
@@ -106,8 +121,8 @@ def tasks(subject: _Subject, name: str, methods: list[str], sizes: list[float]):
         if options_lib.can_refit(method):
             settings["refit"] = True
         measure = functools.partial(subject.measure, method, size)
-        title = f"methods_by_size/{name}/{size:g}/{method}"
-        planned.append(records.Task(title, settings, measure, _SECONDS_PER_POINT))
+        task = records.Task(subject.title(method, size), settings, measure, _SECONDS_PER_POINT)
+        planned.append(task)
     return planned
 
 
@@ -155,7 +170,7 @@ def main(arguments: list[str]) -> int:
     record.check(save=True)
     source = options.model or smollm2.packaged()
     subject = _Subject(source)
-    planned = tasks(subject, epath.Path(source).stem, methods, sizes)
+    planned = tasks(subject, methods, sizes)
     failures = records.make(records.missing(planned))
     _report(planned, Output(options))
     return 1 if failures else 0
