@@ -147,9 +147,10 @@ def _append_on_chip(layer: dict, entry: dict, first_B: jax.Array, counts_B: jax.
 def _write(array: jax.Array, entry: jax.Array, first_B, skip_B, until_B) -> jax.Array:
     """Writes tokens t in [skip_B, until_B) to slots first_B + t, in place.
 
-    A loop over sequences reads, modifies and writes whole runs of 128 tokens. On TPUs the loop is
+    A loop over sequences reads, modifies and writes whole blocks of 128 tokens. On TPUs the loop is
     unrolled: for a rolled loop, a scatter or single columns, XLA chooses another layout and copies
-    the whole cache to it and back. `fori_loop` unrolls during lowering; a Python loop would also
+    the whole cache to it and back. For bytes it does so for several writes in any form, so that a
+    kernel writes them (`tpu_write`). The loops unroll during lowering; a Python loop would also
     make tracing slower on all platforms. On other platforms, one token for each of several
     sequences is a scatter, which moves the fewest bytes.
     """
@@ -160,7 +161,8 @@ def _write(array: jax.Array, entry: jax.Array, first_B, skip_B, until_B) -> jax.
     window = min(round_up(T + LANES - 1, LANES), S)
     entry = jnp.pad(entry, [(0, 0)] * (entry.ndim - 1) + [(0, window - T)])
 
-    def write_sequence(b, array, entry, first_B, skip_B, until_B):
+    def updated(b, array, entry, first_B, skip_B, until_B):
+        """Returns blocks [1, *shape, window] of sequence b with its new tokens; their origin."""
         first = first_B[b]
         start = jnp.minimum((first + skip_B[b]) // LANES * LANES, S - window)
         origin = [jnp.asarray(i, start.dtype) for i in (b, *(0,) * (array.ndim - 2), start)]
@@ -172,8 +174,7 @@ def _write(array: jax.Array, entry: jax.Array, first_B, skip_B, until_B) -> jax.
         else:
             new = jnp.roll(new, first - start, axis=-1)
         keep = (token >= skip_B[b]) & (token < until_B[b])
-        new = jnp.where(jnp.broadcast_to(keep, new.shape), new, old)
-        return jax.lax.dynamic_update_slice(array, new, origin)
+        return jnp.where(jnp.broadcast_to(keep, new.shape), new, old), origin
 
     def scatter(array, entry, first_B, skip_B, until_B):
         slot_B = jnp.where(until_B > skip_B, first_B, S)  # slot S is out of bounds: dropped
@@ -182,12 +183,22 @@ def _write(array: jax.Array, entry: jax.Array, first_B, skip_B, until_B) -> jax.
 
     def loop(array, *new, unroll=False):
         def body(b, array):
-            return write_sequence(b, array, *new)
+            return jax.lax.dynamic_update_slice(array, *updated(b, array, *new))
 
         return jax.lax.fori_loop(0, entry.shape[0], body, array, unroll=unroll)
 
+    def by_kernel(array, *new):
+        from kvjax.cache import tpu_write  # Pallas takes a quarter of all import time
+
+        def body(_, b):
+            blocks, origin = updated(b, array, *new)
+            return None, (blocks[0], origin[-1])
+
+        _, (blocks, start_B) = jax.lax.scan(body, None, jnp.arange(entry.shape[0]), unroll=True)
+        return tpu_write.write_blocks(array, blocks, start_B)
+
     arguments = (array, entry, first_B, skip_B, until_B)
-    on_tpu = functools.partial(loop, unroll=True)
+    on_tpu = by_kernel if array.dtype.itemsize == 1 else functools.partial(loop, unroll=True)
     elsewhere = scatter if T == 1 and array.shape[0] > 1 else loop
     return jax.lax.platform_dependent(*arguments, tpu=on_tpu, default=elsewhere)
 

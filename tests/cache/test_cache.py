@@ -2,6 +2,7 @@
 
 from hypothesis import given, settings, strategies as st
 import jax
+from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from kvjax.costs import formulas
 from kvjax.foundation import command_line
 from kvjax.foundation.errors import UserError
 from tests import quick
+from tests.kernels.decode_attention import agreement
 
 FILES = {command_line.config_label(path): path for path in command_line.config_files()}
 B, S = 3, 16
@@ -64,30 +66,49 @@ def _model(layer, entry, first, counts):
 _append = jax.jit(cache_lib.append)
 
 
-@pytest.mark.parametrize(
-    "S, T", quick.every(2, [(S, 5), (S, 1), (384, 5), (384, 1), (384, 130), (S, S)])
-)
-def test_append_writes_the_slots_it_says(S, T):
-    """At the cache's end nothing wraps, and nothing that is held is overwritten."""
-    rng = np.random.default_rng(0)
+SIZES = [(S, 5), (S, 1), (384, 5), (384, 1), (384, 130), (S, S)]
 
-    def draw(*shape):
-        return rng.standard_normal(shape).astype(np.float32)
 
+def _check_writes(append, S, T, draw, max_examples):
+    """Compares appends to `_model`; `draw` makes arrays of a shape."""
     layer = {name: draw(B, *shape, S) for name, shape in FIELDS.items()}
     entry = {name: draw(B, T, *shape) for name, shape in FIELDS.items()}
-    # Runs of 128 slots are written at once: their ends, and the cache's, are where it may go wrong.
+    # Blocks of 128 slots are written at once: their ends, and the cache's, are where it may go
+    # wrong.
     ends = [end + i for end in (0, 128, 256, S - T, S) for i in (-1, 0, 1) if 0 <= end + i <= S + 1]
     starts = st.integers(0, S + 2) | st.sampled_from(ends)
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=max_examples, deadline=None)
     @given(first=st.tuples(*[starts] * B), counts=st.tuples(*[st.integers(0, T)] * B))
     def check(first, counts):
-        after = _append(layer, entry, *(np.asarray(x, np.int32) for x in (first, counts)))
+        after = append(layer, entry, *(np.asarray(x, np.int32) for x in (first, counts)))
         for name, expected in _model(layer, entry, first, counts).items():
             np.testing.assert_array_equal(after[name], expected)
 
     check()
+
+
+@pytest.mark.parametrize("S, T", quick.every(2, SIZES))
+def test_append_writes_the_slots_it_says(S, T):
+    """At the cache's end nothing wraps, and nothing that is held is overwritten."""
+    rng = np.random.default_rng(0)
+    _check_writes(_append, S, T, lambda *shape: rng.standard_normal(shape).astype(np.float32), 60)
+
+
+@pytest.mark.parametrize("S, T", quick.every(2, SIZES))
+def test_append_writes_bytes_on_a_tpu(S, T, monkeypatch):
+    """By the kernel, interpreted."""
+
+    def for_a_tpu(*arguments, tpu, default):
+        return tpu(*arguments)
+
+    monkeypatch.setattr(jax.lax, "platform_dependent", for_a_tpu)
+    rng = np.random.default_rng(0)
+    parameters = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
+    with pltpu.force_tpu_interpret_mode(parameters):
+        append = jax.jit(lambda *arguments: cache_lib.append(*arguments))
+        _check_writes(append, S, T, lambda *shape: rng.integers(-128, 128, shape, np.int8), 20)
+    assert not agreement.races()
 
 
 def test_padding_is_never_held():
@@ -144,16 +165,19 @@ def test_append_is_in_place(T):
 
 
 @pytest.mark.parametrize("T", [1, 5])
-def test_for_a_tpu_the_loop_is_unrolled_when_lowered(T):
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8])
+def test_for_a_tpu_the_loop_is_unrolled_when_lowered(T, dtype):
     """The traced program has one write on any device; see `cache._write`."""
     batch = 32
-    layer = {"x": jax.ShapeDtypeStruct((batch, 2, S), jnp.float32)}
-    entry = {"x": jax.ShapeDtypeStruct((batch, T, 2), jnp.float32)}
+    layer = {"x": jax.ShapeDtypeStruct((batch, 2, S), dtype)}
+    entry = {"x": jax.ShapeDtypeStruct((batch, T, 2), dtype)}
     int_B = jax.ShapeDtypeStruct((batch,), jnp.int32)
     traced = jax.jit(cache_lib.append).trace(layer, entry, int_B, int_B)
     assert str(traced.jaxpr).count("dynamic_update_slice") <= 2
     text = traced.lower(lowering_platforms=("tpu",)).as_text()
-    assert text.count("stablehlo.dynamic_update_slice") == batch
+    of_bytes = dtype == jnp.int8
+    assert text.count("stablehlo.dynamic_update_slice") == (0 if of_bytes else batch)
+    assert text.count("@tpu_custom_call") == of_bytes
     assert "stablehlo.while" not in text and "stablehlo.scatter" not in text
 
 

@@ -84,21 +84,33 @@ def test_caches_of_rivals_take_the_bytes_of_their_formulas(v5e, name):
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize("bits", (8, 4))
-@pytest.mark.parametrize("name", ["LRKV", "MLA", "MHA"])
-def test_a_quantised_cache_takes_its_bytes_on_a_tpu(v5e, name, bits):
-    """The compiled step's are those of the formula, and no copy of the cache is made.
-
-    Of one sequence: for two, XLA copies the cache to another tiling and back (experiments/LOG.md).
-    """
-    config = d36.model(name, layers=2)
-    shapes = dict(batch=1, device=v5e, cache_bits=bits)
+@pytest.mark.parametrize(
+    "kind, name, bits, batch, implementation",
+    [
+        ("v5e", "MHA", 8, 1, None),
+        ("v5e", "MHA", 8, 2, "xla"),
+        ("v5e", "LRKV", 8, 8, None),
+        ("v5e", "LRKV", 4, 2, None),
+        ("v5e", "MLA", 4, 8, None),
+        ("v6e", "MHA", 4, 2, None),
+        ("v6e", "MLA", 8, 2, None),
+    ],
+)
+def test_a_quantised_cache_takes_its_bytes_on_a_tpu(
+    no_compilation_cache, kind, name, bits, batch, implementation
+):
+    """The compiled step's are those of the formula, and it is written in place."""
+    config = d36.model(name, layers=1)
+    device = topology.tpu_devices(f"{kind}:2x2")[0]
+    options = dict(batch=batch, device=device, cache_bits=bits, implementation=implementation)
     short, long = (
-        decode_memory.step_memory(config, length=length, **shapes)
+        decode_memory.step_memory(config, length=length, **options)
         for length in decode_memory.LENGTHS
     )
+    written = {"MHA": 2, "LRKV": 4, "MLA": 1}[name]  # fields of bytes, each by a kernel
+    attends = bits == 8 and implementation is None  # XLA reads int4
     for step in (short, long):
-        assert step["kernel_calls"] == (2 if bits == 8 else 0)  # XLA reads int4
+        assert step["kernel_calls"] == written + attends
         assert step["logical"] == step["costs"] and step["aliased"] == step["physical"]
         assert step["logical"] <= step["physical"] <= 1.001 * step["logical"] + 4096
     assert abs(decode_memory.growth(short, long)) < 0.05
