@@ -171,8 +171,9 @@ def cache_bits(result: Mapping) -> Figure:
         value = Estimate(row["bpb"], row["bpb_half_interval"])
         series.setdefault(row["kind"], {})[row["cache_bytes"]] = value
     seeds = min(row["seeds"] for row in result["rows"])
-    caption = f"From right to left: bfloat16, int8, int4. Equal parameters, {seeds} seeds, 95 % "
-    caption += f"intervals, {result['tokens'] / 1e6:.1f}M training tokens. Lower is better."
+    caption = "From right to left: not quantised (float32, bytes of bfloat16), int8, int4. Equal "
+    caption += f"parameters, {seeds} seeds, 95 % intervals, {result['tokens'] / 1e6:.1f}M training "
+    caption += "tokens. Lower is better."
     labels = ("cache bytes per token, all layers", "held-out bits per byte")
     title = "Fewer heads, a lower rank or fewer bits"
     figure = lines(title, textwrap.wrap(caption, 110), series, labels)

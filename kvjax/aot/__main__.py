@@ -184,9 +184,12 @@ def _common_fields(step: compilation.Step) -> dict:
     )
 
 
-def result_name(config: str, topology: str, step: str = "train") -> str:
+def result_name(
+    config: str, topology: str, step: str = "train", cache_dtype: str = "bfloat16"
+) -> str:
     """Returns the name of a result's record in the file of --save."""
     suffix = "" if step == "train" else f"_{step}"
+    suffix += "" if cache_dtype == "bfloat16" else f"_{cache_dtype}"
     return f"{config}_{topology.replace(':', '_')}{suffix}"
 
 
@@ -196,7 +199,8 @@ def _save(result: dict, output: str, save: str) -> None:
         file = target.check_file("--output", output)
         provenance.save(file, result, *packages, option="--output")
     elif save:
-        name = result_name(*(result[key] for key in ("config", "topology", "step")))
+        keys = ("config", "topology", "step", "cache_dtype")
+        name = result_name(**{key: result[key] for key in keys if key in result})
         provenance.save(pathlib.Path(save), result, *packages, name=name)
 
 

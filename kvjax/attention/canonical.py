@@ -12,7 +12,7 @@ every cached channel counts equally, and no channel holds outliers:
   random signs, which spreads a large channel over all others.
 - Keys under RoPE are multiplied when they are cached, and their queries likewise (`spread_keys`).
 
-Keys that are values, and channels of a key that RoPE rotates with its value, have no other basis.
+Keys that are values (Q-K=V, MFA-KR), and GTA and shared KV with gains, have no other basis.
 All this is exact: in float64 outputs are equal to 1e-10 (tests/attention/test_canonical.py).
 """
 
@@ -54,7 +54,7 @@ def change_basis(config: MechanismConfig, weights: Weights, where: str = "a laye
     for path, w in weights.items():
         if not np.isfinite(w).all():
             raise UserError(
-                f"{where}: the weight {path} has NaN or infinite numbers: take an earlier --step"
+                f"{where}: the weight {path} has NaN or infinite numbers: load another checkpoint"
             )
     layer = _Layer(weights)
     match config:
@@ -118,7 +118,8 @@ def spread_keys(
         return product(x, jnp.asarray(signs_HH, x.dtype), precision="highest")
 
     entry[name] = spread(entry[name])
-    changes = dict(query=spread(inputs.query) / config.key_dim)
+    query = (spread(inputs.query) / config.key_dim).astype(inputs.query.dtype)
+    changes = dict(query=query)
     if isinstance(inputs, ResidualInputs):
         changes |= dict(separate_queries=True)
     return entry, dataclasses.replace(inputs, **changes)

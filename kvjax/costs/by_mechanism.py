@@ -1,7 +1,7 @@
 """Prints a table with one row per mechanism, relative to MHA, for a published model or configs."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from kvjax.hardware.datasheets import Device
 from kvjax.model.config import TransformerConfig
 
 DTYPES = ("bfloat16", "float32")
+_BFLOAT16 = jnp.dtype("bfloat16")
 CONTEXT = 32_768  # cached tokens per sequence for configs, whose training rows are shorter
 
 
@@ -45,15 +46,27 @@ class Setting:
         """Returns a row's cache sizes by dtype, their ratio to MHA's, and tokens by device."""
         dtype, bits = jnp.dtype(self.dtype), quantized.bits_of(self.cache_dtype)
         free = {d.name: methods.free_bytes(d, self.chips, weight_bytes) for d in self.on}
+        whole = {name: row.cache_bytes(jnp.dtype(name), self.context) for name in DTYPES}
+        if self.cache_dtype:
+            whole[self.cache_dtype] = _possible(row.cache_bytes, _BFLOAT16, self.context, bits)
         return dict(
             cache_bytes_per_token={name: row.cache_bytes(jnp.dtype(name)) for name in DTYPES}
-            | {name: _quantized_bytes(row, bits) for name, bits in quantized.BITS.items()},
-            cache_bytes={name: row.cache_bytes(jnp.dtype(name), self.context) for name in DTYPES},
-            of_mha=row.cache_bytes(jnp.dtype("bfloat16")) / mha.cache_bytes(jnp.dtype("bfloat16")),
+            | {
+                name: _possible(row.cache_bytes, _BFLOAT16, 1, bits)
+                for name, bits in quantized.BITS.items()
+            },
+            cache_bytes=whole,
+            of_mha=row.cache_bytes(_BFLOAT16) / mha.cache_bytes(_BFLOAT16),
             tokens={
-                name: row.tokens(self.context, dtype, size, bits) for name, size in free.items()
+                name: _possible(row.tokens, self.context, dtype, size, bits)
+                for name, size in free.items()
             },
         )
+
+    @property
+    def _dtypes(self) -> tuple[str, ...]:
+        """The dtypes of caches whose sizes at `context` tokens are shown."""
+        return (*DTYPES, self.cache_dtype) if self.cache_dtype else DTYPES
 
     @property
     def header(self) -> list[str]:
@@ -65,7 +78,7 @@ class Setting:
             *quantized.BITS,
             "of MHA",
             f"GB at {self.context:,} tokens, bfloat16",
-            "float32",
+            *self._dtypes[1:],
             *(f"tokens on {chips}{d.name}, {self.cache_dtype or self.dtype}" for d in self.on),
         ]
 
@@ -73,8 +86,8 @@ class Setting:
         return [
             *("-" if n is None else f"{n:,}" for n in figures["cache_bytes_per_token"].values()),
             f"{figures['of_mha']:.3f}",
-            *(f"{count / 1e9:,.3f}" for count in figures["cache_bytes"].values()),
-            *(f"{tokens:,}" for tokens in figures["tokens"].values()),
+            *("-" if n is None else f"{n / 1e9:,.3f}" for n in figures["cache_bytes"].values()),
+            *("-" if n is None else f"{n:,}" for n in figures["tokens"].values()),
         ]
 
     def note(self, weights: str) -> str:
@@ -88,13 +101,13 @@ class Setting:
         return f"\nTokens fit in {share} of {memory}, {weights}; 1 GB = 10^9 bytes"
 
 
-def _quantized_bytes(row: Row, bits: int) -> int | None:
-    """Returns the bytes per token of a quantised cache; None if the mechanism cannot have it.
+def _possible(count: Callable[..., int], *arguments) -> int | None:
+    """Returns the count; None if the mechanism cannot have such a quantised cache.
 
-    Fields that are not quantised are in bfloat16. int4 needs rows of an even number of channels.
+    int4 needs rows of an even number of channels.
     """
     try:
-        return row.cache_bytes(jnp.dtype(DTYPES[0]), bits=bits)
+        return count(*arguments)
     except UserError:
         return None
 
@@ -104,6 +117,9 @@ def print_model(out: Output, shape: Shape, setting: Setting) -> None:
     rows = methods.rows(shape)
     itemsize = jnp.dtype(setting.dtype).itemsize
     weights = shape.weight_bytes or itemsize * shape.parameters
+    for row in rows:
+        if row.own:  # refused if it cannot have such a cache; other rows then show "-"
+            row.cache_bytes(_BFLOAT16, bits=quantized.bits_of(setting.cache_dtype))
     figures = [setting.figures(row, rows[0], weights) for row in rows]
     own = next(f for row, f in zip(rows, figures, strict=True) if row.own)
     for line in _about(shape, own, setting.context):
@@ -158,7 +174,7 @@ def _about(shape: Shape, own: dict, context: int) -> list[str]:
         text = ", ".join(left_out)
         lines.append(f"its config leaves out keys, whose defaults in {shape.family} are: {text}")
     per_token = [f"{own['cache_bytes_per_token'][name]:,}" for name in DTYPES]
-    per_sequence = [f"{n / 1e9:,.3f}" for n in own["cache_bytes"].values()]
+    per_sequence = [f"{own['cache_bytes'][name] / 1e9:,.3f}" for name in DTYPES]
     lines.append(
         f"KV cache: {per_token[0]} bytes per token in bfloat16, {per_token[1]} in float32; "
         f"{context:,} tokens take {per_sequence[0]} GB in bfloat16, {per_sequence[1]} in float32"
@@ -179,7 +195,7 @@ def print_configs(
     if not mha:
         mha, models = "MHA", dict(MHA=_as_mha(experiments[0].model)) | models
     rows = {name: _row(name, model) for name, model in models.items()}
-    ordered = sorted(rows, key=lambda n: (n != mha, -rows[n].cache_bytes(jnp.dtype("bfloat16"))))
+    ordered = sorted(rows, key=lambda n: (n != mha, -rows[n].cache_bytes(_BFLOAT16)))
     length = experiments[0].data.sequence_length
     lengths = {experiment.name: experiment.data.sequence_length for experiment in experiments}
     dtype, bits, figures = jnp.dtype(setting.dtype), quantized.bits_of(setting.cache_dtype), []

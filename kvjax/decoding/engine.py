@@ -43,8 +43,8 @@ class Engine:
             one_of("implementation", implementation, tuple(api.IMPLEMENTATIONS))
         if compute.cache_bits == 4:
             warn(
-                "four bits per cached number cost quality: `python -m kvjax.evaluate "
-                "--cache_dtype=int4` measures how much (experiments/reports/quantized.md)"
+                "four bits per cached number cost quality: `python -m kvjax.evaluate` with and "
+                "without --cache_dtype=int4 measures how much"
             )
         if not model.config.block.causal:
             raise UserError("config.model.causal = False: only a causal model can generate")

@@ -40,7 +40,6 @@ from kvjax.evaluate import (
 from kvjax.evaluate.evaluation import Plan
 from kvjax.evaluate.generated import AnswerOptions, Verdict
 from kvjax.evaluate.model import CachedModel, ModelInfo
-from kvjax.evaluate.rows import FOLDER
 from kvjax.foundation import command_line, lists, progress, runtime
 from kvjax.foundation.configuration import at_least, one_of
 from kvjax.foundation.errors import UserError, warn
@@ -85,7 +84,7 @@ def _parser() -> command_line.Parser:
     add("--ruler_seed", type=int, default=ruler.SEED, help=text)
     text = "RULER: text that needles are hidden in, as config.data.source (embedded)"
     add("--ruler_text", default=ruler_materials.EMBEDDED, help=text)
-    add("--out", default="", help="the folder of the rows (WORKDIR/evaluations/STEP)")
+    add("--out", default="", help="folder of the rows (WORKDIR/evaluations/STEP or .../STEP_int8)")
     add("--compare", default="", help="two workdirs A,B: compare their saved rows")
     return parser
 
@@ -141,7 +140,7 @@ def _evaluate(options: argparse.Namespace, out: Output) -> None:
     quantized.bits_of(options.cache_dtype)
     runtime.start()
     saved = trained.find(runtime.workdir(options.workdir), step=options.step)
-    folder = saved.workdir / FOLDER / str(saved.step)
+    folder = saved.workdir / rows.FOLDER / rows.folder_of(saved.step, options.cache_dtype)
     folder = runtime.folder("--out", options.out) if options.out else folder
     positions = max_positions(saved.experiment.model)
     warnings = []

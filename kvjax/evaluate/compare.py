@@ -20,7 +20,7 @@ from kvjax.foundation.files import matching_entries
 from kvjax.foundation.output import Table
 
 # Identity keys that may differ between two models.
-_MODEL_KEYS = ("checkpoint", "tokenizer", "template", "day", "ends")
+_MODEL_KEYS = ("checkpoint", "tokenizer", "template", "day", "ends", "cache_dtype")
 _DEFAULTS = dict(calculator=calculator.MODES[0])  # keys that earlier versions did not write
 
 
@@ -50,13 +50,16 @@ def groups(option: str) -> tuple[list[str], list[str]]:
     if len(sides) != 2 or not all(name for side in sides for name in side):
         raise UserError(
             f"--compare={option}: give two workdirs, as runs/a,runs/b; join seeds of one model by "
-            "+, as a0+a1,b0+b1; WORKDIR@STEP is the evaluation of that step"
+            "+, as a0+a1,b0+b1; WORKDIR@STEP is the evaluation of that step, WORKDIR@STEP_int8 "
+            "that with --cache_dtype=int8"
         )
     return sides[0], sides[1]
 
 
 def open(name: str, option: str = "--compare") -> Evaluated:
     """Reads the evaluation of a workdir's latest evaluated step, or of WORKDIR@STEP.
+
+    WORKDIR@STEP_int8 is the evaluation with --cache_dtype=int8.
 
     Args:
       name: a workdir, or a folder of rows written by --out.
@@ -69,17 +72,24 @@ def open(name: str, option: str = "--compare") -> Evaluated:
     if matching_entries(folder, "*.jsonl"):
         return _read(name, folder)
     path, separator, step = name.rpartition("@")
-    by_step = bool(separator) and step.isdecimal()
+    by_step = bool(separator) and rows_lib.is_folder(step)
     root = runtime.path(option, path if by_step else name) / rows_lib.FOLDER
-    folders = [path for path in root.iterdir() if path.is_dir()] if root.exists() else []
-    steps = sorted(int(path.name) for path in folders if path.name.isdecimal())
-    if not steps or (by_step and int(step) not in steps):
-        others = f"; there are evaluations of steps {steps}" if steps else ""
+    folders = [path.name for path in root.iterdir() if path.is_dir()] if root.exists() else []
+    steps = sorted(filter(rows_lib.is_folder, folders), key=_order)
+    latest = [step for step in steps if step.isdecimal()][-1:]
+    chosen = [step] if by_step else latest
+    if not chosen or chosen[0] not in steps:
+        others = f"; there are evaluations of steps [{', '.join(steps)}]" if steps else ""
         raise UserError(
             f"{option}: {name} has no evaluation{' of that step' if by_step else ''}{others}: "
             f"python -m kvjax.evaluate --workdir={path if by_step else name}"
         )
-    return _read(name, root / (step if by_step else str(steps[-1])))
+    return _read(name, root / chosen[0])
+
+
+def _order(folder: str) -> tuple[int, str]:
+    step, _, cache_dtype = folder.partition("_")
+    return int(step), cache_dtype
 
 
 def _read(name: str, folder: epath.Path) -> Evaluated:

@@ -1,9 +1,9 @@
 """Saved rows of an evaluation: JSON lines, flushed at once.
 
-Rows are in WORKDIR/evaluations/STEP/TASK.jsonl, or in TASK.I-of-N.jsonl if several processes share
-them; each ends with its checksum (`json_text.with_checksum`; old rows have none). TASK.json beside
-them identifies model, data and options. Saved rows are refused if one of these, or the digest of a
-row's prompt, has changed since.
+Rows are in WORKDIR/evaluations/STEP/TASK.jsonl (STEP_int8 with --cache_dtype=int8), or in
+TASK.I-of-N.jsonl if several processes share them; each ends with its checksum
+(`json_text.with_checksum`; old rows have none). TASK.json beside them identifies model, data and
+options. Saved rows are refused if one of these, or the digest of a row's prompt, has changed since.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,6 +17,7 @@ from typing import IO, Any
 
 from etils import epath
 
+from kvjax.cache import quantized
 from kvjax.evaluate.task import RULER, TASKS
 from kvjax.foundation import json_text
 from kvjax.foundation.errors import UserError, first_line
@@ -25,6 +26,17 @@ from kvjax.foundation.files import in_bucket, matching_entries, write_atomically
 FOLDER = "evaluations"
 SUMMARY = "summary.json"  # scores of all tasks in a folder
 _START_OVER = "remove the folder to start over"
+
+
+def folder_of(step: int, cache_dtype: str) -> str:
+    """Returns the name of an evaluation's folder; a quantised cache has one of its own."""
+    return f"{step}_{cache_dtype}" if cache_dtype else str(step)
+
+
+def is_folder(name: str) -> bool:
+    """Returns True for a name that `folder_of` returns."""
+    step = name.partition("_")[0]
+    return step.isdecimal() and name in {folder_of(int(step), d) for d in ("", *quantized.BITS)}
 
 
 class RowStore:

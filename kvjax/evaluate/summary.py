@@ -191,6 +191,8 @@ def conditions(result: Mapping[str, Any]) -> str:
     """Returns the options that scores depend on, as a sentence."""
     tasks = result["tasks"]
     parts = [f"Prompts: {result['options']['dialogue'] or 'plain text'}"]
+    if cache_dtype := result["options"].get("cache_dtype"):
+        parts.append(f"cache in {cache_dtype}")
     if "gsm8k" in tasks:
         parts.append(f"calculator: {tasks['gsm8k']['calculator']}")
     if "humaneval" in tasks:

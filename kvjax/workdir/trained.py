@@ -7,6 +7,7 @@ import functools
 from etils import epath
 from flax import nnx
 import jax
+import jax.numpy as jnp
 import ml_collections
 
 from kvjax import config as config_lib
@@ -96,12 +97,11 @@ def start_loading(
         engine.start_loading(config, compute, implementation=implementation)
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     abstract = parameters.abstract(config).shapes
-    stored = jax.tree.map(lambda x: x.dtype, abstract)
+    dtypes = compute_dtypes(abstract, compute.dtype)
+    if compute.cache_bits is not None:  # `Decoder` changes attention's basis before it casts
+        dtypes = jax.tree_util.tree_map_with_path(_stored_attention, abstract, dtypes)
     abstract = jax.tree.map(
-        lambda x, dtype: jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding),
-        abstract,
-        # The basis of weights is changed before they are cast (`Decoder`).
-        compute_dtypes(abstract, compute.dtype) if compute.cache_bits is None else stored,
+        lambda x, dtype: jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding), abstract, dtypes
     )
     read = checkpoint.start_reading(workdir / checkpoint.CHECKPOINTS, step, abstract)
 
@@ -111,6 +111,11 @@ def start_loading(
         return LoadedModel(model, compute, saved.tokenizer, saved.context, step)
 
     return finish
+
+
+def _stored_attention(path: tuple, w: jax.ShapeDtypeStruct, dtype: jnp.dtype) -> jnp.dtype:
+    """Returns the stored dtype of a weight of attention, `dtype` for another."""
+    return w.dtype if any(key.key == "attention" for key in path) else dtype
 
 
 def compute_of(

@@ -5,8 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.attention import Attention, canonical
+from kvjax.attention import Attention, canonical, named
+from kvjax.cache import quantized
 from kvjax.foundation.errors import UserError
+from kvjax.kernels.decode_attention.cache_layouts import GroupedInputs
 from tests import quick
 from tests.attention import law, one_layer
 from tests.attention.test_law import CASES, _case_config, _id
@@ -43,8 +45,8 @@ def test_outputs_and_decoding_stay(x64, randomise, kind, row):
     y = after.decoded(x, law.ONE_OF_ALL)
     np.testing.assert_allclose(y[~np.isnan(y)], expected[~np.isnan(y)], **near)
     fixed = config.output_gate or getattr(config, "tie", "none") in ("kv", "qkv")
-    fixed = fixed or kind == "mfa_kr" or config.qk_norm == "rms_gain"
-    assert changed or fixed
+    gained = kind in ("gta", "shared_kv") and config.qk_norm == "rms_gain"
+    assert changed or fixed or gained or kind == "mfa_kr"
 
 
 @pytest.mark.parametrize("name", ["lrkv", "lrkv_gqa", "factored_joint", "mla_paper", "mla_lrkv"])
@@ -74,6 +76,36 @@ def test_spreading_is_orthogonal_and_flat(n):
     matrix = canonical.spread_matrix(n)
     np.testing.assert_allclose(matrix @ matrix.T, np.eye(n), atol=1e-12)
     assert np.abs(matrix).max() <= np.sqrt(2 / n) * (1 + 1e-12)
+
+
+def test_int4_loses_less_of_keys_with_an_outlier_channel_once_they_are_spread():
+    """Logits themselves stay."""
+    config, random = named.mha(2, head_dim=32), np.random.default_rng(0)
+    k_BSKH, q_BTNH = random.standard_normal((2, 1, 64, 2, 32))
+    k_BSKH[..., 5] *= 20
+    layer = {
+        name: jnp.zeros((1, *field.shape, 64), field.dtype)
+        for name, field in quantized.stored(
+            {"base_key": config.entry()["base_key"]}, 4, "MHA"
+        ).items()
+    }
+    lost = {}
+
+    def logits(q_BTNH, k_BSKH):
+        return np.einsum("BTNH,BSNH->BNTS", q_BTNH, k_BSKH)
+
+    inputs = GroupedInputs(query=jnp.asarray(q_BTNH, jnp.float32), scale=1.0)
+    spread = canonical.spread_keys(config, {"base_key": jnp.asarray(k_BSKH, jnp.float32)}, inputs)
+    for name, entry, q in (
+        ("stored", {"base_key": jnp.asarray(k_BSKH)}, q_BTNH),
+        ("spread", spread[0], spread[1].query),
+    ):
+        z = logits(q, entry["base_key"])
+        np.testing.assert_allclose(z, logits(q_BTNH, k_BSKH), rtol=1e-4, atol=1e-4)
+        kept = {n: jnp.moveaxis(x, 1, -1) for n, x in quantized.quantize(entry, layer).items()}
+        read = jnp.moveaxis(quantized.dequantize(kept, jnp.float32)["base_key"], -1, 1)
+        lost[name] = np.abs(logits(q, read) - z).mean()
+    assert lost["spread"] < lost["stored"] / 2, lost
 
 
 def test_a_damaged_weight_is_named(make_mechanism, randomise):

@@ -260,6 +260,19 @@ def test_tokens_that_fit_are_those_whose_cache_fits():
     assert rows[0].tokens(context, BFLOAT16, -5) == 0
 
 
+def test_a_mechanism_that_cannot_have_int4_leaves_the_other_rows(tmp_path, capsys):
+    """Of heads of 100 channels LRKV's rank would be 25: odd."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | dict(head_dim=100)))
+    options = [f"--model={tmp_path / 'config.json'}", "--cache_dtype=int4", "--device=h200"]
+    command.main([*options, "--json"])
+    rows = {row["mechanism"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+    (own,) = (row for row in rows.values() if row["own"])
+    assert own["tokens"]["h200"] > 0 and rows["LRKV, rank 25"]["tokens"]["h200"] is None
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | dict(head_dim=101)))
+    with pytest.raises(UserError, match="caches base_key of 101 channels"):
+        command.main(options)
+
+
 def test_the_command(tmp_path, capsys, monkeypatch):
     folder = tmp_path / "hub/models--meta--Llama-3-8B/snapshots" / ("a" * 40)
     folder.mkdir(parents=True)
@@ -279,6 +292,8 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     command.main(["--model=hf://meta/Llama-3-8B", "--device=h200", "--json", "--cache_dtype=int4"])
     (fits,) = json.loads(capsys.readouterr().out)["rows"][1]["tokens"].values()
     assert fits == pytest.approx(845_642 * 131_072 / 34_816, rel=1e-3)
+    command.main(["--model=hf://meta/Llama-3-8B", "--cache_dtype=int8", "--markdown"])
+    assert " | 0.250 | 1.074 | 2.147 | 0.554 |" in capsys.readouterr().out  # the last in int8
     local = shutil.copytree(folder, tmp_path / "Llama-3-8B")
     command.main([f"--model={local}", "--context=10", "--json"])
     assert json.loads(capsys.readouterr().out)["rows"][1]["cache_bytes"]["float32"] == 2_621_440

@@ -280,7 +280,8 @@ def test_humaneval_completion_and_plain_text(run, data, tmp_path, monkeypatch):
     (task,) = _tasks(out).values()
     asked = dict(humaneval="completion", humaneval_helpers="prompt", right=2)
     assert task | asked == task and json.loads(out)["options"]["humaneval_helpers"] == "prompt"
-    identity = json.loads((tmp_path / "run/evaluations/0/humaneval.json").read_text())
+    kept = tmp_path / "run/evaluations/0_int8"
+    identity = json.loads((kept / "humaneval.json").read_text())
     asked = dict(humaneval="completion", humaneval_helpers="prompt", cache_dtype="int8")
     assert identity | asked == identity
     assert "template" not in identity
@@ -292,7 +293,9 @@ def test_humaneval_completion_and_plain_text(run, data, tmp_path, monkeypatch):
         raise sandbox.SandboxError("it broke")
 
     monkeypatch.setattr(run.box, "judge_all", fails)
-    _, err, _ = run(*given[:-1], status=2)  # rows of one cache are not added to another's
+    _, err, _ = run(
+        *given[:-1], f"--out={kept}", status=2
+    )  # rows of one cache are not added to another's
     assert "cache_dtype = 'int8', but this command has None" in err
     _, err, _ = run("--tasks=humaneval", "--out=fails", status=2)
     assert "humaneval: the sandbox failed: it broke. Run it again" in err
@@ -319,6 +322,20 @@ def test_batches_are_padded_with_their_last_prompt(monkeypatch):
     assert model.answers(["a", "b"], num_tokens=3) == [Answer(text="a"), Answer(text="b")]
     padded = (generator, "a dialogue", ["a", "b", "b", "b"])
     assert seen == [(generator, 4), (padded, dict(num_tokens=3))]
+
+
+def test_a_quantised_cache_is_compared_with_a_wide_one(run, capsys):
+    """Its rows and scores stand apart."""
+    assert "Prompts: nanochat; cache in int8." in run("--tasks=mmlu", "--cache_dtype=int8")[0]
+    assert "cache in" not in run("--tasks=gsm8k")[0]
+    for folder, name in (("0", "gsm8k"), ("0_int8", "mmlu")):
+        file = run.workdir / "evaluations" / folder / "summary.json"
+        assert json.loads(file.read_text())["tasks"].keys() == {name}
+    run("--tasks=mmlu")
+    asked = [f"--compare={run.workdir},{run.workdir}@0_int8", "--json"]
+    assert command_line.status(evaluate.main, asked) == 0
+    task = json.loads(capsys.readouterr().out)["tasks"]["mmlu"]
+    assert task["rows"] == 8 and task["difference"]["value"] == 0
 
 
 def test_summary_drops_tasks_of_other_models(run, tmp_path):

@@ -57,6 +57,10 @@ def test_weights_have_the_given_dtype(workdir):
     half = load(epath.Path(workdir), dtype="bfloat16")
     assert {str(x.dtype) for x in jax.tree.leaves(nnx.state(half.model))} == {"bfloat16"}
     assert half.compute.dtype == np.dtype("bfloat16")
+    narrow = load(epath.Path(workdir), dtype="bfloat16", cache_dtype="int8")  # basis unchanged yet
+    leaves = jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(nnx.state(narrow.model)))
+    found = {("attention" in jax.tree_util.keystr(path), str(w.dtype)) for path, w in leaves}
+    assert found == {(True, "float32"), (False, "bfloat16")}
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 
+from flax import nnx
 import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -11,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax.attention import Attention, attention as attention_lib, named
+from kvjax.cache import cache as cache_lib
 from kvjax.hardware import topology
 from kvjax.kernels.decode_attention import cache_layouts, shapes
 from kvjax.kernels.decode_attention.api import decode_attention
@@ -253,6 +256,44 @@ def test_tpu_refusals_name_the_reason_and_the_fallback(change, message):
     arrays = *jax.eval_shape(change, *problem), jax.ShapeDtypeStruct((1,), jnp.int32)
     with pytest.raises(NotImplementedError, match=f"{message}.*: use 'xla'"):
         jax.eval_shape(functools.partial(decode_attention, implementation="tpu"), *arrays)
+
+
+@pytest.mark.parametrize(
+    "mechanism",
+    [
+        named.mha(4, head_dim=128),
+        named.gqa(4, kv_heads=2, head_dim=128),
+        named.lrkv(4, rank=32, head_dim=128),
+        named.factored(4, kv_heads=2, latents=2, key_rank=32, head_dim=128),
+        named.mla(4, latent=64, rope_dim=32, head_dim=128),
+        named.mla_paper(4, latent=64, head_dim=128),
+    ],
+    ids=lambda mechanism: mechanism.title,
+)
+def test_a_bfloat16_model_multiplies_an_int8_cache_in_bfloat16(mechanism, monkeypatch):
+    """In float32 the matrix unit takes several times as long."""
+    attention = nnx.eval_shape(lambda: Attention(mechanism, 64, rngs=nnx.Rngs(0)))
+    attention.spreads_keys = True
+    graph, weights = nnx.split(attention)
+    weights = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, BFLOAT16), weights)
+    sizes = dict(batch=1, capacity=128, dtype=jnp.dtype(BFLOAT16), bits=8)
+    layer = cache_lib.abstract([mechanism], **sizes).layers[0]
+    dtypes = {}
+
+    def decode_attention(inputs, cache, first_B, **_):
+        names = [name for name in cache if f"{name}.scale" in cache]
+        dtypes.update({name: tpu._cached(inputs, cache, name).dtype for name in names})
+        return jnp.zeros((*inputs.query.shape[:3], mechanism.value_dim), FLOAT32)
+
+    monkeypatch.setattr(attention_lib, "decode_attention", decode_attention)
+
+    def decode(weights, x_BTD, layer):
+        positions = rope.positions(jnp.zeros((1, 1), jnp.int32), mechanism.rope_dim, 100.0)
+        module = nnx.merge(graph, weights)
+        return module.decode(x_BTD, positions, layer, jnp.ones(1, jnp.int32), rope_base=100.0)
+
+    jax.eval_shape(decode, weights, jax.ShapeDtypeStruct((1, 1, 64), BFLOAT16), layer)
+    assert {str(dtype) for dtype in dtypes.values()} == {"bfloat16"}
 
 
 # Upper bounds of scheduled bundles over the cycles in which HBM delivers the cache's bytes.

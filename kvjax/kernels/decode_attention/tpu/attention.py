@@ -302,9 +302,11 @@ def _by_group(query_B1NH: jax.Array, K: int) -> jax.Array:
 
 
 def _cached(inputs: DecodeInputs, cache: Cache, name: str) -> Cached:
-    """Returns a field as components read it."""
+    """Returns a field as components read it: if quantised, cast to the compute dtype."""
     array, scale = cache[name], cache.get(f"{name}.scale")
-    return Cached(array, array.dtype if scale is None else inputs.query.dtype, scale)
+    # Absorbed queries are wider than the compute dtype, and no input is narrower.
+    compute = min((x.dtype for x in jax.tree.leaves(inputs)), key=lambda dtype: dtype.itemsize)
+    return Cached(array, array.dtype if scale is None else compute, scale)
 
 
 def _keys_of_heads(query_B1NH: jax.Array, keys: Cached):
