@@ -89,7 +89,7 @@ def test_chips_change_no_token(make_model, on_chips):
     assert tokens(split, prompts, num_tokens=8, sampling=GREEDY) == alone
 
 
-@pytest.mark.parametrize("name, bits", [("tpu", 4), ("gpu", 8)])
+@pytest.mark.parametrize("name, bits", [("gpu", 4), ("gpu", 8)])
 def test_a_kernel_is_refused(make_model, name, bits):
     message = re.escape(f"implementation = {name!r}: reads no int{bits} cache: use 'xla'")
     with pytest.raises(UserError, match=message):

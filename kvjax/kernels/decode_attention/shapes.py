@@ -19,10 +19,11 @@ from kvjax.kernels.decode_attention.cache_layouts.residual import ResidualSizes
 
 
 @dataclasses.dataclass(frozen=True)
-class Int8:
-    """The sizes of a cache that is stored in int8, as by `kvjax.cache.quantized`."""
+class Quantized:
+    """The sizes of a cache that is stored in int8 or int4, as by `kvjax.cache.quantized`."""
 
     sizes: Sizes
+    bits: int = 8
 
     @property
     def N(self) -> int:
@@ -34,9 +35,11 @@ class Int8:
     def fields(self) -> dict[str, tuple[int, ...]]:
         fields = {}
         for name, dims in self.sizes.fields().items():
-            fields[name] = dims
-            if name not in _NOT_QUANTIZED:
-                fields[f"{name}.scale"] = (*dims[:-1], 1)
+            if name in _NOT_QUANTIZED:
+                fields[name] = dims
+                continue
+            fields[name] = (*dims[:-1], dims[-1] * self.bits // 8)
+            fields[f"{name}.scale"] = (*dims[:-1], 1)
         return fields
 
     def flops(self) -> DecodeFlops:
@@ -83,14 +86,19 @@ _RIVALS = dict(
     d36=_rivals(18, groups=6, latent=768, wide=(10, 416)),
 )
 RIVALS = tuple(_RIVALS["d36"])
-_NOT_INT8: dict[str, dict[str, Sizes]] = dict(
+_UNQUANTIZED: dict[str, dict[str, Sizes]] = dict(
     d12=_model(6, groups=3, latent=256) | _RIVALS["d12"],
     d36=_model(18, groups=6, latent=768) | _RIVALS["d36"],
 )
-OURS = tuple(name for name in _NOT_INT8["d36"] if name not in RIVALS)
+OURS = tuple(name for name in _UNQUANTIZED["d36"] if name not in RIVALS)
 SHAPES = {
-    model: by_name | {f"{name}_int8": Int8(sizes) for name, sizes in by_name.items()}
-    for model, by_name in _NOT_INT8.items()
+    model: by_name
+    | {
+        f"{name}_int{bits}": Quantized(sizes, bits)
+        for bits in (8, 4)
+        for name, sizes in by_name.items()
+    }
+    for model, by_name in _UNQUANTIZED.items()
 }
 
 
@@ -99,8 +107,9 @@ def _cache_dtype(shape: Sizes, name: str, dtype: jnp.dtype) -> jnp.dtype:
         return jnp.promote_types(dtype, jnp.float32)
     if name.endswith(".scale"):
         return jnp.dtype(jnp.float32)
-    is_int8 = isinstance(shape, Int8) and name not in _NOT_QUANTIZED
-    return jnp.dtype(jnp.int8 if is_int8 else dtype)
+    if isinstance(shape, Quantized) and name not in _NOT_QUANTIZED:
+        return jnp.dtype(jnp.int8 if shape.bits == 8 else jnp.uint8)
+    return jnp.dtype(dtype)
 
 
 def problem(
@@ -117,10 +126,14 @@ def problem(
         dims, of_field = (batch, *dims, length), _cache_dtype(shape, name, dtype)
         if name == "key_scale":
             cache[name] = jax.random.uniform(next(key), dims, of_field, 0.5, 1.5)
-        elif name.endswith(".scale"):  # integers up to 127 have a standard deviation of 73
-            cache[name] = jax.random.uniform(next(key), dims, of_field, 0.5, 1.5) / 73
+        elif name.endswith(".scale"):
+            deviation = 73 if shape.bits == 8 else 4.3  # of integers up to 127 and up to 7
+            cache[name] = jax.random.uniform(next(key), dims, of_field, 0.5, 1.5) / deviation
         elif of_field == jnp.int8:
             cache[name] = jax.random.randint(next(key), dims, -127, 128, of_field)
+        elif of_field == jnp.uint8:
+            low, high = jax.random.randint(next(key), (2, *dims), 1, 16, of_field)
+            cache[name] = low | (high << 4)
         else:
             cache[name] = draw(*dims)
     return inputs, cache

@@ -87,7 +87,10 @@ def problem(shape: Sizes, batch: int, length: int, dtype: jnp.dtype) -> tuple:
 
 
 def _wide(arguments: tuple) -> tuple:
-    return jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), arguments)
+    def wide(x):  # packed int4 stays: the definition unpacks it
+        return x if x.dtype == jnp.uint8 else x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+    return jax.tree.map(wide, arguments)
 
 
 def _program(run: Run, mechanism: str, name: str, batch: int, length: int) -> side_by_side.Program:

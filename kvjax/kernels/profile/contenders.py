@@ -94,8 +94,8 @@ def program(name: str, setup: Setup, **parameters: int) -> Program:
     inputs, cache, first_B = setup.abstract
     if name in IMPLEMENTATIONS:
         call = functools.partial(IMPLEMENTATIONS[name], **parameters)
-    elif not isinstance(inputs, GroupedInputs) or isinstance(setup.shape, shapes.Int8):
-        raise NotImplementedError(f"{name} reads MHA's and GQA's cache only, not in int8")
+    elif not isinstance(inputs, GroupedInputs) or isinstance(setup.shape, shapes.Quantized):
+        raise NotImplementedError(f"{name} reads MHA's and GQA's cache only, not quantised")
     elif name != "cudnn":
         return None
     elif jax.default_backend() != "gpu":

@@ -16,7 +16,8 @@ def definition(inputs, cache, first_B) -> np.ndarray:
     """Returns `reference.decode_attention` in float64."""
     with jax.enable_x64(True):
         inputs, cache = jax.tree.map(
-            lambda x: np.asarray(x).astype(np.float64), (inputs, dict(cache))
+            lambda x: x if x.dtype == jnp.uint8 else np.asarray(x).astype(np.float64),
+            (inputs, dict(cache)),
         )
         return np.asarray(_exact(inputs, cache, jnp.asarray(first_B)))
 

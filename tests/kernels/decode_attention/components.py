@@ -27,7 +27,7 @@ def attend(components, first_B, *, heads, capacity, scale, key_scale, **options)
 
 
 def _logits(keys, N: int):
-    x = {name: operand.array.astype(jnp.float32) for name, operand in keys.inputs.items()}
+    x = {name: _channels(operand.array) for name, operand in keys.inputs.items()}
     keys_BNHS = _per_head(x["keys"] * x.get("keys.scale", 1), N)
     match keys:
         case operators.MatrixKeys():
@@ -48,6 +48,13 @@ def _logits(keys, N: int):
     return jnp.sum(query_BNRS * keys_BNHS, axis=2)
 
 
+def _channels(array) -> jax.Array:
+    """Returns an array in float32; of bytes with two channels each, both."""
+    if array.dtype != jnp.uint8:
+        return array.astype(jnp.float32)
+    return jnp.concatenate([array & 15, array >> 4], axis=-2).astype(jnp.float32) - 8
+
+
 def _table(x) -> jax.Array:
     """Returns the cosines and sines of a tile's slots: [H, tile_kv]."""
     if "table" in x:
@@ -59,7 +66,7 @@ def _table(x) -> jax.Array:
 def _values(component):
     name = "values" if "values" in component.values.inputs else "keys"
     inputs = component.keys.inputs | component.values.inputs
-    values = inputs[name].array.astype(jnp.float32)
+    values = _channels(inputs[name].array)
     scale = inputs.get(f"{name}.scale")
     return values if scale is None else values * scale.array
 

@@ -206,14 +206,14 @@ def test_shapes_of_real_models():
     small = dict(mha=3072, gqa=1536, mqa=512, thin_keys=1920, lrkv=2072, lrkv_no_norm=2048)
     small |= dict(lrkv_no_rope=2072, lrkv_gqa=1292, low_rank_keys=1164, mla=640)
     small |= dict.fromkeys(RIVALS, 640)
-    not_int8 = {
-        model: {name: shape for name, shape in shapes_.items() if not name.endswith("_int8")}
+    unquantized = {
+        model: {name: shape for name, shape in shapes_.items() if "_int" not in name}
         for model, shapes_ in SHAPES.items()
     }
     dtype = jnp.dtype(jnp.bfloat16)
     sizes = {
         model: {name: bytes_per_token(shape, dtype) for name, shape in shapes_.items()}
-        for model, shapes_ in not_int8.items()
+        for model, shapes_ in unquantized.items()
     }
     assert sizes == dict(d12=small, d36=large)
     rivals = {name: (SHAPES["d36"][name].N, *SHAPES["d36"][name].flops()) for name in RIVALS}
@@ -226,7 +226,7 @@ def test_shapes_of_real_models():
         mfa=(10, 0, 16_640),
     )
     assert (SHAPES["d12"]["mfa"].N, SHAPES["d12"]["gta"].J, SHAPES["d12"]["gqa"].K) == (8, 2, 3)
-    for shape in (shape for shapes_ in not_int8.values() for shape in shapes_.values()):
+    for shape in (shape for shapes_ in unquantized.values() for shape in shapes_.values()):
         inputs, cache = abstract(shape, batch=2, length=16, dtype=jnp.float32)
         o = jax.eval_shape(reference.decode_attention, inputs, cache, jnp.zeros(2, jnp.int32))
         width = shape.Hv or shape.C

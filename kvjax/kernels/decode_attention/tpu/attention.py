@@ -4,9 +4,9 @@ A cache layout's kernel is a list of components (`operators`) on one pipeline (`
 the picture of grid, tiles and buffers). LRKV under RoPE rotates the query in rank space, tile by
 tile (`operators.RotatingKeys`, `operators.BasisKeys`): products with constant tables on the matrix
 unit, then R or fewer multiply-adds per key on the vector unit; a rebuilt key needs H, and more to
-rotate it. Tiles of an int8 cache are cast to the query's dtype as they are read; integers up to 127
-are exact in bfloat16. Tile sizes and operators are chosen here. Tests compile the kernels ahead of
-time for v4, v5e, v5p and v6e, and run them in the interpreter.
+rotate it. Tiles of an int8 or int4 cache are cast to the query's dtype as they are read; integers
+up to 127 are exact in bfloat16. Tile sizes and operators are chosen here. Tests compile the kernels
+ahead of time for v4, v5e, v5p and v6e, and run them in the interpreter.
 """
 
 from collections.abc import Callable, Mapping
@@ -203,11 +203,11 @@ def check(inputs: DecodeInputs, cache: Cache) -> None:
     if inputs.query.shape[2] > LANES:
         refuse(f"up to {LANES} heads", f"N = {inputs.query.shape[2]}")
     for name, array in cache.items():
-        if array.dtype not in (jnp.bfloat16, jnp.float32, jnp.int8):
-            refuse("caches in bfloat16, float32 or int8", f"{name} in {array.dtype}")
+        if array.dtype not in (jnp.bfloat16, jnp.float32, jnp.int8, jnp.uint8):
+            refuse("caches in bfloat16, float32, int8 or packed int4", f"{name} in {array.dtype}")
         if array.shape[-1] % LANES:
             refuse(f"capacities in multiples of {LANES}", f"S = {array.shape[-1]}")
-        rows, of_tile = array.shape[-2], 32 if array.dtype == jnp.int8 else 16
+        rows, of_tile = array.shape[-2], 32 if array.dtype.itemsize == 1 else 16
         if name != "key_scale" and not name.endswith(".scale") and rows % of_tile:
             refuse(f"head dims and ranks in multiples of {of_tile}", f"{rows} of {name}")
     if inputs.rope_base is not None and inputs.query.shape[-1] % LANES:
@@ -345,7 +345,7 @@ def _latent(inputs: LatentInputs, cache: Cache, tile_kv: int, variant: Variant, 
         array=latent_lib.by_group(of_field.array),
         scale=None if of_field.scale is None else latent_lib.by_group(of_field.scale),
     )
-    J, C = latents.array.shape[1:3]
+    J, C = latents.array.shape[1], latents.rows
     query_B1NC = latent_lib.with_zeros(inputs.query, C)
     content = Component(
         operators.MatrixKeys(_by_group(query_B1NC, J), latents),
@@ -371,7 +371,7 @@ def _residual(
     inputs: ResidualInputs, cache: Cache, tile_kv: int, variant: Variant, origins
 ) -> _Kernel:
     B, _, N, _ = inputs.query.shape
-    (J, V), (K, R) = cache["base_value"].shape[1:3], inputs.expand_key.shape[:2]
+    J, (K, R) = cache["base_value"].shape[1], inputs.expand_key.shape[:2]
     field = functools.partial(_cached, inputs, cache)
     base = Component(
         operators.MatrixKeys(_by_group(inputs.query, J), field("base_key")),
@@ -399,7 +399,7 @@ def _residual(
         values_BKrV = jnp.einsum(
             "BKrR,KRV->BKrV", latent_BKrR, inputs.expand_value.astype(jnp.float32)
         )
-        return base_BNV + values_BKrV.reshape(B, N, V)
+        return base_BNV + values_BKrV.reshape(base_BNV.shape)
 
     # Rotated queries keep the matrix unit busy, values per head the vector unit: one tile's values
     # are accumulated beside the next tile's scores.

@@ -117,9 +117,8 @@ def vmem_bytes(
         total += sum(_tiled_bytes(x.shape, x.dtype) for x in c.named("scratch").values())
         if c.values is not None:
             total += 2 * _tiled_bytes(c.values.out_dims, jnp.float32)
-            if (name := c.values.copied) is not None:
-                values = c.named("inputs")[name].array
-                total += _tiled_bytes((score_tile, values.shape[-2]), c.values.dtype)
+            if c.values.copied:
+                total += _tiled_bytes((score_tile, c.values.out_dims[-1]), c.values.dtype)
     total += 4 * score_tile * max(c.keys.product_rows for c in components)
     return total + _COMPILER_BYTES
 

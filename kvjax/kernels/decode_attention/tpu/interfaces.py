@@ -49,8 +49,9 @@ class Input:
 class Cached:
     """A component's cache array [B, K, rows, S].
 
-    A quantised one is int8: a score is multiplied by the scale of its key, and a softmax weight by
-    the scale of its value, so that no tile is dequantised.
+    A quantised one is int8, or uint8 with two int4 in a byte, as `kvjax.cache.quantized` packs
+    them. A score is multiplied by the scale of its key, and a softmax weight by the scale of its
+    value, so that no tile is dequantised.
 
     Attributes:
       dtype: that products cast the array to.
@@ -60,6 +61,11 @@ class Cached:
     array: jax.Array
     dtype: jnp.dtype
     scale: jax.Array | None = None
+
+    @property
+    def rows(self) -> int:
+        """Channels of a token and KV head; a byte of uint8 has two."""
+        return self.array.shape[2] * (2 if self.array.dtype == jnp.uint8 else 1)
 
     def inputs(self, piece: str) -> dict[str, Input]:
         """Returns the inputs "keys" and "keys.scale", or "values" and "values.scale"."""
@@ -129,11 +135,11 @@ class Values:
       by_head: True if `accumulate` goes head by head.
       out_dims: shape of a sequence's output, refs["out"], of N·width elements.
       buffer_rows: rows of `row_buffer` that its sums occupy.
-      copied: name of the input that is copied, a KV head and a product's tokens at a time; None.
+      copied: True if values are copied, those of a KV head and a product's tokens at a time.
     """
 
     by_head = False
-    copied: str | None = None
+    copied = False
 
     def __init__(
         self,

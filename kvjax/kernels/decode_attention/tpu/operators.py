@@ -50,6 +50,21 @@ def _dot(a: jax.Array, b: jax.Array, dimensions=(((1,), (0,)), ((), ()))) -> jax
     )
 
 
+def _cast(tile: jax.Array, dtype) -> jax.Array:
+    """Returns a cache's channels [..., rows, tokens] in `dtype`; a byte of int4 has two of them.
+
+    They are unpacked a word of four bytes at a time.
+    """
+    if tile.dtype != jnp.uint8:
+        return tile.astype(dtype)
+    words, halves = pltpu.bitcast(tile, jnp.int32), []
+    for half in (words, words >> 4):
+        # The lower four bits less 8, in each byte, without a carry into the next.
+        signed = ((half & 0x0F0F0F0F) + 0x78787878) ^ -0x7F7F7F80
+        halves.append(pltpu.bitcast(signed, jnp.int8))
+    return jnp.concatenate(halves, axis=-2).astype(dtype)
+
+
 def _scaled(weights_rl: jax.Array, refs: Refs, name: str, k, at: pl.Slice) -> jax.Array:
     """Multiplies weights [rows, 128] with the scales of quantised values.
 
@@ -79,7 +94,7 @@ class MatrixKeys(Keys):
 
     def score(self, refs: Refs, tokens: pl.Slice, scores: Rows) -> None:
         for k in range(self.K):
-            keys_Hs = refs["keys"][0, k, :, tokens].astype(self.dtype)  # of [1, K, H, tile_kv]
+            keys_Hs = _cast(refs["keys"][0, k, :, tokens], self.dtype)  # of [1, K, H, tile_kv]
             z_rs = _dot(refs["query"][0, k], keys_Hs)  # query: [1, K, r, H]
             for c in range(tokens.size // LANES):
                 scores[c, k * self.group, self.group] = z_rs[:, c * LANES : (c + 1) * LANES]
@@ -107,7 +122,7 @@ class VectorKeys(Keys):
         def head(n: int) -> None:
             query_Hl = refs["wide"][n]  # [H, 128]
             for c, (_, at) in enumerate(columns(tokens)):
-                keys_Hl = refs["keys"][0, n * self.K // self.N, :, at].astype(jnp.float32)
+                keys_Hl = _cast(refs["keys"][0, n * self.K // self.N, :, at], jnp.float32)
                 scores[c, n] = jnp.sum(query_Hl * keys_Hl, axis=0, keepdims=True)
 
         return head
@@ -139,7 +154,7 @@ class RotatingKeys(Keys):
     ):
         self.N, H = query_BNH.shape[1:]
         self.heads = len(expand_KRH)  # K'
-        _, self.K, self.R, S = latents.array.shape
+        self.K, self.R, S = latents.array.shape[1], latents.rows, latents.array.shape[-1]
         dtype = latents.dtype
         q1, q2 = jnp.split(query_BNH.astype(jnp.float32), 2, axis=-1)
 
@@ -194,7 +209,7 @@ class RotatingKeys(Keys):
 
         def head(n: int) -> None:
             query_Rs = query_NRs[n * self.R : (n + 1) * self.R]
-            latent_Rs = refs["keys"][0, n * self.K // self.N, :, tokens].astype(jnp.float32)
+            latent_Rs = _cast(refs["keys"][0, n * self.K // self.N, :, tokens], jnp.float32)
             z_1s = jnp.sum(query_Rs * latent_Rs, axis=0, keepdims=True)
             for c in range(tokens.size // LANES):
                 scores[c, n] = z_1s[:, c * LANES : (c + 1) * LANES]
@@ -270,7 +285,7 @@ class BasisKeys(RotatingKeys):
         for k in range(self.K):
             bundle, place = divmod(k, self.packed)
             for c, (run, at) in enumerate(columns(tokens)):
-                latents_Rl = refs["keys"][0, k, :, at].astype(refs["basis_queries"].dtype)
+                latents_Rl = _cast(refs["keys"][0, k, :, at], refs["basis_queries"].dtype)
                 latents_Wl = self._among_zeros(latents_Rl, place)
                 products[k, c] = _dot(refs["basis_queries"][bundle, run], latents_Wl)
 
@@ -339,10 +354,10 @@ class MatrixValues(Values):
     """
 
     def __init__(self, values: Cached, *, group: int, transposed: bool, are_keys: bool = False):
-        self.K, V = values.array.shape[1:3]
+        self.K, V = values.array.shape[1], values.rows
         self.group, self.transposed, self.dtype = group, transposed, values.dtype
         self.name = "keys" if are_keys else "values"
-        self.copied = self.name if transposed else None
+        self.copied = transposed
         super().__init__(
             {} if are_keys else values.inputs("values"),
             out_dims=(self.K, group, V),
@@ -354,9 +369,7 @@ class MatrixValues(Values):
 
     def accumulate(self, refs: Refs, tokens: pl.Slice, weights: Rows) -> None:
         for k in range(self.K):
-            values_Vs = refs[self.name][0, k, :, tokens].astype(
-                self.dtype
-            )  # of [1, K, Hv, tile_kv]
+            values_Vs = _cast(refs[self.name][0, k, :, tokens], self.dtype)  # [1, K, Hv, tile_kv]
             rows = [
                 _scaled(weights[c, k * self.group, self.group], refs, self.name, k, at)
                 for c, at in columns(tokens)
@@ -386,7 +399,7 @@ class VectorValues(Values):
     by_head = True
 
     def __init__(self, values: Cached, *, N: int):
-        self.N, (self.K, self.V) = N, values.array.shape[1:3]
+        self.N, self.K, self.V = N, values.array.shape[1], values.rows
         super().__init__(values.inputs("values"), out_dims=(N, self.V), buffer_rows=N * self.V)
 
     def accumulate(self, refs: Refs, tokens: pl.Slice, weights: Rows) -> ByHead:
@@ -394,7 +407,7 @@ class VectorValues(Values):
             added = 0  # summed in registers, added to VMEM once per `score_tile`
             k = n * self.K // self.N
             for c, at in columns(tokens):
-                values_Vl = refs["values"][0, k, :, at].astype(jnp.float32)
+                values_Vl = _cast(refs["values"][0, k, :, at], jnp.float32)
                 weights_1l = _scaled(weights[c, n], refs, "values", k, at)
                 added += jnp.broadcast_to(weights_1l, values_Vl.shape) * values_Vl
             refs["sums"][0, n * self.V, self.V] += added
@@ -421,7 +434,7 @@ class DiagonalValues(Values):
     """
 
     def __init__(self, values: Cached):
-        self.N, self.V = values.array.shape[1:3]
+        self.N, self.V = values.array.shape[1], values.rows
         self.dtype = values.dtype
         super().__init__(
             values.inputs("values"),
@@ -433,7 +446,7 @@ class DiagonalValues(Values):
         refs["accumulator"][...] = jnp.zeros_like(refs["accumulator"])
 
     def accumulate(self, refs: Refs, tokens: pl.Slice, weights: Rows) -> None:
-        values_NVs = refs["values"][0, :, :, tokens].astype(self.dtype)
+        values_NVs = _cast(refs["values"][0, :, :, tokens], self.dtype)
         heads = slice(0, self.N)
         rows = [
             _scaled(weights[c, 0, self.N], refs, "values", heads, at) for c, at in columns(tokens)
