@@ -109,7 +109,10 @@ def _gpu(device: str) -> Plan:
         model="d36",
         implementation="gpu",
         libraries=("cudnn",),
-        mechanisms=("mha", "gqa", "lrkv", "lrkv_no_rope", "mla", "lrkv_gqa"),
+        mechanisms=(
+            *("mha", "gqa", "lrkv", "lrkv_no_rope", "mla", "lrkv_gqa"),
+            *("mha_int8", "gqa_int8", "lrkv_int8", "mla_int8"),
+        ),
         points=((8, 32_768), (1, 32_768), (1, 4096), (1, 131_072), (32, 32_768)),
         checked=((8, 4096), (1, 32_768)),
         steps=tuple((name, *point) for point, name in steps),

@@ -59,8 +59,8 @@ def decode_attention(
       softcap: c in c·tanh(z/c) of the scaled logits z, as in Gemma 2; 0: none.
       return_lse: return log-sum-exps too, to merge with attention over other keys.
       implementation: "xla" takes everything; "tpu" and "gpu" are Pallas kernels, without windows,
-        soft caps and int4 caches ("gpu" without int8, too); "reference" expands the cache. None:
-        the device's kernel if it takes these inputs, else "xla".
+        soft caps ("gpu" without int4 caches, too); "reference" expands the cache. None: the
+        device's kernel if it takes these inputs, else "xla".
       rope_base, norm_epsilon: options of the layouts whose `numbers` list them.
       arrays: the layout's other inputs.
 

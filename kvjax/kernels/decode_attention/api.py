@@ -96,7 +96,7 @@ def check_takes(
 
 def reads(name: str, bits: int | None) -> bool:
     """Returns True if an implementation reads caches of these bits (None: not quantised)."""
-    return bits is None or name != "gpu"
+    return bits is None or name != "gpu" or bits == 8
 
 
 def _needs_angles(inputs: DecodeInputs) -> bool:

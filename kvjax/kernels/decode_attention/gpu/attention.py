@@ -3,7 +3,8 @@
 The cache is read once, without a transposed copy. A program (`kernel`) attends with some heads of
 one sequence to one split of its tokens; `plans` has the sizes per cache layout. `combine` merges
 the splits by their log-sum-exps, and expands LRKV's latents of values; MLA's are expanded by XLA.
-These are for Hopper; on Ampere and Ada `triton` has one kernel instead.
+These are for Hopper; on Ampere and Ada `triton` has one kernel instead, which Hopper runs too for
+int8 caches that do not fit its own.
 
 Tests compile the kernel ahead of time for an H200, and run it in the interpreter on a model of
 shared memory whose products and copies complete as late as a GPU allows.
@@ -17,6 +18,7 @@ import types
 import jax
 import jax.numpy as jnp
 
+from kvjax.cache import quantized
 from kvjax.foundation.rounding import round_up
 from kvjax.kernels.decode_attention import tuning
 from kvjax.kernels.decode_attention.cache_layouts import DecodeInputs
@@ -58,7 +60,7 @@ def decode_attention(
       ValueError: inconsistent sizes of tile, split, ring and products in flight.
     """
     check(inputs, cache)
-    if capability() == 8:
+    if _takes_triton(inputs, cache):
         return _triton().decode_attention(inputs, cache, first_B, split=split, interpret=interpret)
     adapter = plans.ADAPTERS[type(inputs)](inputs, cache)
     B, S = first_B.shape[0], next(iter(cache.values())).shape[-1]
@@ -78,7 +80,7 @@ def decode_attention(
         tile_kv=tile_kv,
         split=split,
         wgmma_in_flight=wgmma_in_flight or plans.WGMMA_IN_FLIGHT,
-        slots=slots or plans.slots(adapter.plan, tile_kv, "key_scale" in cache),
+        slots=slots or plans.slots(adapter.plan, tile_kv),
         interpret=interpret,
     )
     # Rounded as the model rounds it, so that no program of its own does so; what `finish` expands
@@ -105,18 +107,22 @@ def check(inputs: DecodeInputs, cache: Cache) -> None:
 def _refusal(inputs: DecodeInputs, cache: Cache) -> str | None:
     # From shapes and dtypes alone, before anything is traced.
     major = capability()
-    if major == 8:
+    if _takes_triton(inputs, cache):
         if (triton := _triton()) is None:
             return "needs Pallas-Triton, which this JAX no longer has"
         return triton.refusal(inputs, cache)
     if major not in (None, 9):
         kind = device_compiled_for().device_kind
         return f"takes GPUs of compute capability 8 (Ampere, Ada) and 9 (Hopper): here {kind}"
+    return _hopper_refusal(inputs, cache)
+
+
+def _hopper_refusal(inputs: DecodeInputs, cache: Cache) -> str | None:
     if reason := plans.refusal(plans.ADAPTERS, inputs, cache):
         return reason
     adapter = plans.ADAPTERS[type(inputs)](inputs, cache)
     queries = f"for {adapter.plan.columns} queries"
-    if not plans.slots(adapter.plan, adapter.tile_kv, "key_scale" in cache):
+    if not plans.slots(adapter.plan, adapter.tile_kv):
         return f"has no shared memory {queries} on {len(adapter.plan.keys)} slabs of keys"
     if adapter.plan.registers(adapter.tile_kv) > plans.MOST_REGISTERS:
         return f"has no registers {queries} on {len(adapter.plan.values)} slabs of values"
@@ -137,6 +143,14 @@ def capability() -> int | None:
         version = re.match(r"\d+", getattr(present, "compute_capability", ""))
         return int(version[0]) if version else 0
     return next((m for m, kinds in _KINDS.items() if re.search(kinds, device.device_kind)), 0)
+
+
+def _takes_triton(inputs: DecodeInputs, cache: Cache) -> bool:
+    """Returns True on Ampere and Ada, and on Hopper for int8 that its own kernel refuses."""
+    major = capability()
+    if major != 9 or quantized.cached_bits(cache) != 8:
+        return major == 8
+    return _hopper_refusal(inputs, cache) is not None
 
 
 def _triton() -> types.ModuleType | None:

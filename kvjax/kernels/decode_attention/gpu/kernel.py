@@ -4,16 +4,19 @@ Grid (B, splits, head tiles). One program (`program`) is one warpgroup of 4 warp
 the query heads of `plan.heads` KV heads (a head tile) of one sequence to the tokens of one split:
 
     HBM   cache arrays [B, channels, S], in slabs [64, tile_kv]   --TMA-->   ring[slot]
-    SMEM  ring [slots, 64, tile_kv]          slabs, in the order of `plan.order`, tile after tile
+    SMEM  ring [slots, 64, tile_kv]          slabs, in the order of `plan.in_ring`, tile after tile
+          staged [stages, 64, tile_kv]       int8: slabs that are cast to bfloat16 (`StagedRing`)
+          kept [2 · slabs, 64, tile_kv]      int8: two tiles' slabs that are cached in bfloat16
           queries [keys, columns, 64]        queries, one column per query head, padded to 8
           rank_queries [.. · 64, 64]         LRKV under RoPE: queries in rank space (`rank_space`)
-          weights [1, columns, tile_kv]      softmax weights of one tile, the second wgmma's operand
-          scales [2, heads, tile_kv]         key_scale of two tiles, where keys are normed
+          weights [1, columns, tile_kv]      a tile's softmax weights, the second wgmma's operand;
+                                             int8: for each field of values, times its scales
+          scales [2, rows, tile_kv]          scales of two tiles: key_scale, and those of int8
     REGS  accumulators, 64 rows x columns    warp w holds rows 16 w .. 16 w + 15
 
     per tile:  scores  = Σ over key slabs    wgmma(slabᵀ, queries)        float32 [tile_kv, columns]
                scores += Σ over latents      wgmma(slabᵀ, rank_queries) · table, summed over E
-               scores *= key_scale           where keys are normed
+               scores *= key_scale           where keys are normed; int8: each field's sum, too
                p       = exp2(scores - max)  online softmax to base 2
                o[slab] = o[slab] · decay  +  wgmma(slab, p)                float32 [64, columns]
 
@@ -30,7 +33,7 @@ slab, it starts the copy of the slab that comes `slots` later into the same slot
 All other slots hold slabs that have arrived or are being copied.
 
 Barriers: `full[slot]` completes when the slot's copy has arrived; `ready` when the queries and the
-RoPE basis have; `scales_full[t % 2]` when tile t's key scales have. `commit_smem` makes the
+RoPE basis have; `scales_full[t % 2]` when tile t's scales have. `commit_smem` makes the
 threads' accesses to shared memory visible to later copies and products (the async proxy), and
 synchronises the warps. `wgmma_wait(n)` returns when all but the n youngest products are done. Two
 programs share a multiprocessor where they fit (`plans.slots`), so that one computes while the
@@ -49,7 +52,7 @@ import jax.numpy as jnp
 from kvjax.foundation.rounding import round_up
 from kvjax.kernels.decode_attention.gpu.plans import Plan
 from kvjax.kernels.decode_attention.gpu.program import Program
-from kvjax.kernels.decode_attention.gpu.ring import ROWS, Ring
+from kvjax.kernels.decode_attention.gpu.ring import ROWS, Ring, StagedRing
 
 
 @functools.partial(
@@ -81,8 +84,8 @@ def attend(
     Args:
       plan: slabs and their roles.
       arrays: by name
-        - the cache's arrays, [B, channels, S] bfloat16, with "key_scale" [B, K, S] float32 where
-          keys are normed;
+        - the cache's arrays, [B, channels, S] bfloat16 or int8, with "key_scale" [B, K, S] float32
+          where keys are normed, and "NAME.scale" [B, rows, S] float32 of int8;
         - "query" [B, head_tiles, keys, columns, 64] bfloat16, if the plan has keys;
         - if `plan.rotated`, with H padded to a multiple of 128: "rotated_query" [B, splits,
           head_tiles, query heads, H] float32, rotated by minus the position of the split's first
@@ -105,6 +108,7 @@ def attend(
       ValueError: inconsistent sizes of tile, split, ring and products in flight.
     """
     B, S = first_B.shape[0], arrays[plan.order[0].name].shape[-1]
+    stages = plan.staged(wgmma_in_flight)
     splits, n = -(-S // split), plan.columns
     fewest = plan.fewest_slots
     if split % tile_kv or not 1 <= wgmma_in_flight <= slots >= fewest:
@@ -133,19 +137,25 @@ def attend(
     )
     scratch = {
         "ring": wgmma_operand((slots, ROWS, tile_kv)),
-        "weights": wgmma_operand((1, n, tile_kv)),
+        "weights": wgmma_operand((len(plan.scales_of_values) or 1, n, tile_kv)),
         "full": plgpu.Barrier(num_barriers=slots),  # one per slot: each has one copy at a time
         # Queries, pieces of the basis.
         "ready": plgpu.Barrier(num_arrivals=bool(plan.keys) + plan.basis_slots),
     }
+    if plan.is_int8:
+        scratch["ring"] = plgpu.SMEM((slots, ROWS, tile_kv), jnp.int8)
+        scratch["staged"] = wgmma_operand((stages, ROWS, tile_kv))
+    if plan.kept:  # double-buffered, as scales
+        scratch["kept"] = wgmma_operand((2 * len(plan.kept), ROWS, tile_kv))
     if plan.keys:
         scratch["queries"] = wgmma_operand((len(plan.keys), n, ROWS))
     if plan.rotated:  # [64, 64] for each slab of latents and query head
         rows = len(plan.rotated) * plan.group_size * ROWS
         scratch["rank_queries"] = wgmma_operand((rows, ROWS))
-    if "key_scale" in arrays:  # double-buffered: tile t in slot t % 2
-        scratch["scales"] = plgpu.SMEM((2, plan.num_scales, tile_kv), jnp.float32)
-        scratch["scales_full"] = plgpu.Barrier(num_barriers=2)
+    if plan.scales:  # double-buffered: tile t in slot t % 2
+        scratch["scales"] = plgpu.SMEM((2, plan.rows_of_scales, tile_kv), jnp.float32)
+        copies = len(plan.scales) + len(plan.kept)
+        scratch["scales_full"] = plgpu.Barrier(num_arrivals=copies, num_barriers=2)
     names = ("first", *arrays, *outputs)
 
     def kernel(*refs, **scratch_refs):
@@ -155,8 +165,8 @@ def attend(
         )
         # A full cache that no longer grows has first = S.
         first, start = lax.min(ref["first"][b], S - 1), split_index * split
-        ring = Ring(
-            order=plan.order,
+        ring = (StagedRing if plan.is_int8 else Ring)(
+            order=plan.in_ring,
             slots=slots,
             tile_kv=tile_kv,
             ref=ref,

@@ -59,6 +59,19 @@ MOST_REGISTERS = 170
 Cache = Mapping[str, jax.Array]
 
 
+@dataclasses.dataclass(frozen=True)
+class Scales:
+    """Factors of scores or softmax weights by token, cached as [B, rows, S] float32.
+
+    "key_scale" is of keys that are normed. "NAME.scale" is of the int8 field NAME: a score is
+    multiplied by its key's scale, and a softmax weight by its value's.
+    """
+
+    name: str
+    heads: int  # rows of a program: as many of its query heads, in order, share each
+    sharing: int = 1  # neighbouring programs that read the same rows
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
     """Slabs that one program reads, and their roles; `kernel.attend` names the arrays.
@@ -72,8 +85,8 @@ class Plan:
       heads: KV heads of a program.
       group_size: query heads of each KV head.
       scale: factor of the scores.
+      scales: of keys that are normed, and of fields in int8.
       basis_slots: ring slots that hold the RoPE basis while the queries are rotated.
-      scales: KV heads with a key scale of their own; 0: `heads`.
       own_expand: True if "expand" has rows for every slab of `rotated` and query head; False: for
         every slab, which its query heads share.
     """
@@ -85,8 +98,8 @@ class Plan:
     heads: int
     group_size: int
     scale: float
+    scales: tuple[Scales, ...] = ()
     basis_slots: int = 0
-    scales: int = 0
     own_expand: bool = False
 
     @property
@@ -95,8 +108,53 @@ class Plan:
         return self.keys + self.rotated + (() if self.keys_reused_as_values else self.values)
 
     @property
-    def num_scales(self) -> int:
-        return self.scales or self.heads
+    def is_int8(self) -> bool:
+        return any(self.itemsize(slab) == 1 for slab in self.order)
+
+    @property
+    def kept(self) -> tuple[Slab, ...]:
+        """Slabs in bfloat16 beside slabs in int8: the last keys (decoupled RoPE keys)."""
+        return tuple(slab for slab in self.order if self.itemsize(slab) == 2 and self.is_int8)
+
+    @property
+    def keys_by_field(self) -> tuple[range, ...]:
+        """Indices of `keys`, for each field."""
+        names = [slab.name for slab in self.keys]
+        firsts = [i for i, name in enumerate(names) if name not in names[:i]]
+        return tuple(map(range, firsts, [*firsts[1:], len(names)]))
+
+    @property
+    def in_ring(self) -> tuple[Slab, ...]:
+        """Slabs of a tile that the ring of Hopper's kernel holds, in order."""
+        return tuple(slab for slab in self.order if slab not in self.kept)
+
+    def staged(self, wgmma_in_flight: int) -> int:
+        """Returns the slabs in bfloat16 that Hopper's kernel casts slabs in int8 to; 0: none."""
+        if not self.is_int8:
+            return 0
+        return max(wgmma_in_flight, self.basis_slots, self.keys_reused_as_values)
+
+    @property
+    def scales_of_values(self) -> tuple[str, ...]:
+        """Names of the values' scales: of fields in int8, whose softmax weights differ by them."""
+        return tuple(dict.fromkeys(f"{slab.name}.scale" for slab in self.values if self.is_int8))
+
+    def scales_of(self, name: str) -> Scales | None:
+        """Returns the scales of this name; None if there are none."""
+        return next((scales for scales in self.scales if scales.name == name), None)
+
+    @property
+    def rows_of_scales(self) -> int:
+        return sum(scales.heads for scales in self.scales)
+
+    def row_of_scales(self, name: str) -> int:
+        """Returns the first of these scales' rows among all rows of a program's scales."""
+        names = [scales.name for scales in self.scales]
+        return sum(scales.heads for scales in self.scales[: names.index(name)])
+
+    def itemsize(self, slab: Slab) -> int:
+        """Returns the bytes of a cached number: 1 in int8, 2 in bfloat16."""
+        return 1 if self.scales_of(f"{slab.name}.scale") else 2
 
     @property
     def keys_reused_as_values(self) -> int:
@@ -108,7 +166,10 @@ class Plan:
         """The smallest ring that makes progress.
 
         One slot must load while the basis is held, and all keys that are values are held at once.
+        Slabs in int8 leave it before they are used, and the basis is where they are cast to.
         """
+        if self.is_int8:
+            return 3
         return max(3, self.basis_slots + 1, len(self.keys) if self.keys_reused_as_values else 0)
 
     def registers(self, tile_kv: int) -> int:
@@ -131,9 +192,14 @@ def refusal(adapters: Mapping, inputs: DecodeInputs, cache: Cache) -> str | None
     if inputs.query.shape[1] != 1:
         return f"takes one query per sequence: here T = {inputs.query.shape[1]}"
     for name, array in cache.items():
-        dtype = np.dtype(jnp.float32 if name == "key_scale" else jnp.bfloat16)
+        scale = cache.get(f"{name}.scale")
+        dtype = np.dtype(jnp.bfloat16 if scale is None else jnp.int8)
+        if name == "key_scale" or name.endswith(".scale"):
+            dtype = np.dtype(jnp.float32)
         if array.dtype != dtype:
             return f"takes {name} in {dtype}: here {array.dtype}"
+        if scale is not None and scale.shape[1:-2] != array.shape[1:-2]:
+            return f"needs a scale for each row of {name}: here one for all, which are short"
     S = next(iter(cache.values())).shape[-1]
     if S % TILE_KV:  # tiles would read past the end
         return f"needs a capacity in multiples of {TILE_KV}: here S = {S}"
@@ -152,26 +218,41 @@ def default_split(programs: int, S: int, tile_kv: int, multiprocessors: int) -> 
     return -(-S // (max(splits, 1) * tile_kv)) * tile_kv
 
 
-def slots(plan: Plan, tile_kv: int, scaled: bool) -> int:
+def slots(plan: Plan, tile_kv: int) -> int:
     """Returns the number of ring slots that fit into shared memory; 0 if too few do.
 
     Two programs share a multiprocessor if the ring still makes progress in half its memory.
-
-    Args:
-      scaled: True if the cache has "key_scale".
     """
+    staged, weights = plan.staged(WGMMA_IN_FLIGHT), len(plan.scales_of_values) or 1
     buffers = [
         2 * ROWS * plan.columns * len(plan.keys),  # queries, bfloat16
-        2 * plan.columns * tile_kv,  # weights, bfloat16
+        2 * plan.columns * tile_kv * weights,  # weights, bfloat16
+        2 * ROWS * tile_kv * (staged + 2 * len(plan.kept)),  # slabs beside the ring, bfloat16
         2 * ROWS * ROWS * len(plan.rotated) * plan.group_size,  # rank_queries, bfloat16
-        4 * 2 * plan.num_scales * tile_kv if scaled else 0,  # scales, float32, double-buffered
+        4 * 2 * plan.rows_of_scales * tile_kv,  # scales, float32, double-buffered
     ]
     fixed = sum(round_up(size, 1024) for size in buffers) + _OTHER_BYTES
     for programs in (2, 1):  # per multiprocessor
-        count = (_SHARED_BYTES // programs - 1024 - fixed) // (2 * ROWS * tile_kv)
+        slot = ROWS * tile_kv * plan.itemsize(plan.order[0])
+        count = (_SHARED_BYTES // programs - 1024 - fixed) // slot
         if count > plan.fewest_slots:
             return count
     return 0  # `attention.check` refuses the shapes
+
+
+def _scales(cache: Cache, **rows: int | tuple[int, int]) -> tuple[Scales, ...]:
+    """Returns the scales that a cache has.
+
+    Args:
+      rows: of a program, by field; with the number of programs that share them.
+    """
+    found = []
+    for field, of_program in rows.items():
+        name = field if field == "key_scale" else f"{field}.scale"
+        if name in cache:
+            heads, sharing = of_program if isinstance(of_program, tuple) else (of_program, 1)
+            found.append(Scales(name, heads, sharing))
+    return tuple(found)
 
 
 # An adapter fits a cache layout to the kernel. It has
@@ -207,6 +288,7 @@ class GroupedAdapter:
             group_size=self.N // self.K,
             columns=_padded(k * self.N // self.K),
             scale=inputs.scale,
+            scales=_scales(cache, base_key=k, base_value=k),
         )
 
     def arrays(self, split: int) -> dict[str, jax.Array]:
@@ -241,6 +323,7 @@ class LatentAdapter:
             group_size=self.N // self.head_tiles,
             columns=_padded(self.N // self.head_tiles),
             scale=inputs.scale,
+            scales=_scales(cache, latent=1),
         )
 
     def arrays(self, split: int) -> dict[str, jax.Array]:
@@ -343,7 +426,8 @@ class ResidualAdapter(Rotating):
         if self.H % ROWS or self.Hv % ROWS or self.R % ROWS:
             dims = f"H = {self.H}, Hv = {self.Hv}, R = {self.R}"
             self.refusal = f"needs multiples of {ROWS} channels: here {dims}"
-        base = functools.partial(slabs, sharing=heads_per_base // k)
+        sharing = heads_per_base // k
+        base = functools.partial(slabs, sharing=sharing)
         keys, values = slabs("residual_key", k * self.R), slabs("residual_value", k * self.R)
         self.plan = Plan(
             keys=base("base_key", self.H) + (() if self.rotated else keys),
@@ -353,6 +437,14 @@ class ResidualAdapter(Rotating):
             group_size=group,
             columns=_padded(k * group),
             scale=inputs.scale,
+            scales=_scales(
+                cache,
+                base_key=(1, sharing),
+                base_value=(1, sharing),
+                residual_key=k,
+                residual_value=k,
+                key_scale=k,
+            ),
             basis_slots=_basis_slots(self.H) if self.rotated else 0,
         )
 
@@ -407,7 +499,7 @@ class FactoredAdapter(Rotating):
         self.tile_kv = ROTATED_TILE_KV if self.rotated else TILE_KV
         self.max_split = _max_split(self.H, inputs.rope_base) if self.rotated else rope.MAX_POSITION
         key_slabs, columns = slabs("key", self.keys * R), self.N // self.head_tiles
-        scaled = inputs.expand_key is not None
+        heads = 0 if inputs.expand_key is None else len(inputs.expand_key) // self.head_tiles
         self.plan = Plan(
             keys=() if self.rotated else key_slabs,
             rotated=key_slabs if self.rotated else (),
@@ -416,8 +508,8 @@ class FactoredAdapter(Rotating):
             group_size=columns,
             columns=_padded(columns),
             scale=inputs.scale,
+            scales=_scales(cache, key=self.keys, value=self.values, key_scale=heads),
             basis_slots=_basis_slots(self.H) if self.rotated else 0,
-            scales=len(inputs.expand_key) // self.head_tiles if scaled else 0,
             own_expand=self.rotated,
         )
 

@@ -23,6 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
+from kvjax.cache import quantized
 from kvjax.kernels.decode_attention.cache_layouts import DecodeInputs, ResidualInputs
 from kvjax.kernels.decode_attention.gpu import attention, plans
 from kvjax.kernels.decode_attention.gpu.ring import ROWS
@@ -66,6 +67,8 @@ def refusal(inputs: DecodeInputs, layer: Mapping[str, jax.Array], dtype: jnp.dty
         return f"takes activations in bfloat16, not {dtype}"
     if residual and inputs.rope_base is None:
         return "takes LRKV only if the residual is rotated"
+    if quantized.cached_bits(layer):
+        return "does not quantise"
     H, Hv = (layer[name].shape[2] for name in ("base_key", "base_value"))
     R = inputs.expand_key.shape[1] if residual else 0
     if H % (2 * ROWS) or Hv % ROWS or R % ROWS:

@@ -5,6 +5,7 @@ The docstring of `kernel` has a diagram of buffers, barriers and stages.
 
 from collections.abc import Callable, Mapping
 import dataclasses
+import functools
 import math
 
 import jax
@@ -60,15 +61,16 @@ class Program:
         """Loads the queries, and rotates them under RoPE, while the first slabs are being copied.
 
         The RoPE basis is needed here only, so it occupies the ring's last `basis_slots` slots until
-        they are filled with slabs.
+        they are filled with slabs (int8: as many of `staged`).
         """
         plan, ref, ring = self.plan, self.ref, self.ring
         b, split, head_tile = self.at
         # Queries [keys, columns, 64] and the basis [H, 64] first: everything else waits for them.
         if plan.keys:
             plgpu.copy_gmem_to_smem(ref["query"].at[b, head_tile], ref["queries"], ref["ready"])
-        free = ring.slots - plan.basis_slots
-        basis = [ref["ring"].at[free + i] for i in range(plan.basis_slots)]  # [64, tile_kv = 64]
+        free = ring.slots - (0 if plan.is_int8 else plan.basis_slots)
+        places, begin = (ref["staged"], 0) if plan.is_int8 else (ref["ring"], free)
+        basis = [places.at[begin + i] for i in range(plan.basis_slots)]  # [64, tile_kv = 64]
         for i, slot in enumerate(basis):
             rows = ref["basis"].at[pl.ds(i * ROWS, ROWS)]
             plgpu.copy_gmem_to_smem(rows, slot, ref["ready"])
@@ -103,9 +105,9 @@ class Program:
         `carry` has the maxima [columns], the sums of the weights by row of the tile, [tile_kv,
         columns] (added up over rows once, at the end), and the outputs, [64, columns] per slab.
         """
-        maximum_n, total_sn, o = carry
+        plan, (maximum_n, total_sn, o) = self.plan, carry
         # Waits for the key slabs; releases those that are not values too.
-        z_sn = self.masked(t, self.scores(t) * (self.plan.scale * _LOG2E))
+        z_sn = self.masked(t, self.scores(t) * (plan.scale * _LOG2E))
         # Softmax in registers; the maximum over rows is a reduction over warps.
         new_n = jnp.maximum(maximum_n, jnp.max(z_sn, axis=0))
         decay_n = jnp.exp2(maximum_n - new_n)
@@ -113,8 +115,14 @@ class Program:
         # wgmma takes its right operand from shared memory. The previous tile's products into it
         # were waited for when their accumulators were read.
         weights = self.ref["weights"]
-        weights.at[0].transpose((1, 0))[...] = p_sn.astype(weights.dtype)
-        plgpu.commit_smem()  # store to weights -> the value products
+        for i, name in enumerate(plan.scales_of_values or ("",)):
+            scaled_sn = p_sn
+            if name:  # weight 0 · NaN, the scale of a slot after the new token, would be NaN
+                scaled_sn = self.masked(t, self.scaled(t, name, p_sn), 0.0)
+            weights.at[i].transpose((1, 0))[...] = scaled_sn.astype(weights.dtype)
+        # Store to weights -> the value products; loads of tile t's scales -> tile t + 2's copy.
+        plgpu.commit_smem()
+        self.load_scales(t + 2)
         total_sn = total_sn * to_rows(decay_n, z_sn) + p_sn  # float32, not the rounded weights
         # Waits for the value slabs and releases them.
         return new_n, total_sn, self.accumulate_values(t, o, decay_n)
@@ -124,35 +132,56 @@ class Program:
     def scores(self, t) -> jax.Array:
         """Returns the unscaled scores of a tile, [tile_kv, columns], in float32."""
         plan, ring = self.plan, self.ring
+        if plan.scales:  # copies of tile t's scales -> the loads of `scaled`
+            plgpu.barrier_wait(self.ref["scales_full"].at[lax.rem(t, 2)])
         if plan.keys:
             z_sn = self.key_scores(t)
         else:
             zeros_sn = jnp.zeros((ring.tile_kv, plan.columns), jnp.float32)
             z_sn = plgpu.layout_cast(zeros_sn, plgpu.Layout.WGMMA)
-        if plan.rotated:
+        if plan.is_int8 and plan.rotated:
+            part_sn = self.add_rotated_scores(t, jnp.zeros_like(z_sn))
+            z_sn = z_sn + self.scaled(t, f"{plan.rotated[0].name}.scale", part_sn)
+        elif plan.rotated:
             z_sn = self.add_rotated_scores(t, z_sn)
-        return self.scaled(t, z_sn) if "scales" in self.ref else z_sn
+        return self.scaled(t, "key_scale", z_sn)
 
     def key_scores(self, t) -> jax.Array:
         """Returns the scores of keys that are not rotated here, and releases those slabs."""
-        plan, ring, queries = self.plan, self.ring, self.ref["queries"]
+        plan, ring = self.plan, self.ring
         last = len(plan.keys) - 1
-
-        def products(acc):  # float32 [tile_kv, columns]
-            for i in range(len(plan.keys)):
-                key = ring.wait_slab(t, i)  # [64, tile_kv]; its copy has arrived
-                plgpu.wgmma(acc, key.transpose((1, 0)), queries.at[pin_here(i)].transpose((1, 0)))
-                # All products but the youngest are done: product i - 1 has read its slab, whose
-                # slot is refilled while product i runs. Slabs that are values too stay.
-                if i > plan.keys_reused_as_values:
-                    plgpu.wgmma_wait(1)
-                    ring.release(t, i - 1)
-            return acc[...]  # waits for all products
-
-        z_sn = pl.run_scoped(products, plgpu.ACC((ring.tile_kv, plan.columns), jnp.float32))
+        by_field = plan.keys_by_field if plan.is_int8 else (range(len(plan.keys)),)
+        z_sn = None
+        for indices in by_field:
+            products = functools.partial(self.key_products, t, indices)
+            part_sn = pl.run_scoped(products, plgpu.ACC((ring.tile_kv, plan.columns), jnp.float32))
+            part_sn = self.scaled(t, f"{plan.keys[indices[0]].name}.scale", part_sn)
+            z_sn = part_sn if z_sn is None else z_sn + part_sn
         if last >= plan.keys_reused_as_values:
             ring.release(t, last)
         return z_sn
+
+    def key_products(self, t, indices: range, acc) -> jax.Array:
+        """Returns the float32 sum [tile_kv, columns] of products of key slabs and queries."""
+        plan, ring, queries = self.plan, self.ring, self.ref["queries"]
+        kept, stages = len(plan.kept), plan.staged(self.wgmma_in_flight)
+        for i in indices:
+            is_kept = plan.keys[i] in plan.kept
+            if plan.is_int8 and not is_kept and (i - indices[0]) % stages == 0:
+                plgpu.wgmma_wait(0)  # products with the last slabs that were staged
+                ring.stage(t, indices[i - indices[0] :][:stages])
+            if is_kept:  # waited for with the scales
+                at = lax.rem(t, 2) * kept + plan.kept.index(plan.keys[i])
+                key = self.ref["kept"].at[at]
+            else:
+                key = ring.wait_slab(t, i)  # [64, tile_kv]; its copy has arrived
+            plgpu.wgmma(acc, key.transpose((1, 0)), queries.at[pin_here(i)].transpose((1, 0)))
+            # All products but the youngest are done: product i - 1 has read its slab, whose slot is
+            # refilled while product i runs. Slabs that are values too stay.
+            if not plan.is_int8 and i > plan.keys_reused_as_values:
+                plgpu.wgmma_wait(1)
+                ring.release(t, i - 1)
+        return acc[...]  # waits for all products
 
     def add_rotated_scores(self, t, z_sn: jax.Array) -> jax.Array:
         """Adds the scores of the residual keys, head by head, each in its own column.
@@ -177,6 +206,7 @@ class Program:
                 return _load_in_order(accs, lambda c_sE: jnp.sum(c_sE * table_sE, axis=1))
 
             accs = [plgpu.ACC(table_sE.shape, jnp.float32) for _ in pairs]
+            ring.stage(t, [len(plan.keys) + i for i, r in pairs if not r])
             for (i, r), z_s in zip(pairs, pl.run_scoped(products, *accs), strict=True):
                 own_sn = column_sn == i // slabs_of_head * group + r
                 z_sn = jnp.where(own_sn, z_sn + _to_columns(z_s, z_sn), z_sn)
@@ -185,39 +215,49 @@ class Program:
                 ring.release(t, *done)
         return z_sn
 
-    def scaled(self, t, z_sn: jax.Array) -> jax.Array:
-        """Multiplies the scores with the key_scale of their KV head, and loads tile t + 2's."""
-        slot, heads = lax.rem(t, 2), self.plan.num_scales
-        group = self.plan.heads * self.plan.group_size // heads
-        plgpu.barrier_wait(self.ref["scales_full"].at[slot])  # copy of tile t's scales -> the loads
-        column_sn = _iota(z_sn.shape, 1)
-        for k in range(heads):
-            scales = self.ref["scales"].at[slot, k]  # [tile_kv]
-            scale_s = plgpu.load(scales, layout=plgpu.Layout.WGMMA.reduce(1))
+    def scaled(self, t, name: str, z_sn: jax.Array) -> jax.Array:
+        """Multiplies scores or weights with the scales of their KV heads, if there are any."""
+        if (scales := self.plan.scales_of(name)) is None:
+            return z_sn
+        group = self.plan.heads * self.plan.group_size // scales.heads
+        column_sn, first_row = _iota(z_sn.shape, 1), self.plan.row_of_scales(name)
+        for k in range(scales.heads):
+            row = self.ref["scales"].at[lax.rem(t, 2), first_row + k]  # [tile_kv]
+            scale_s = plgpu.load(row, layout=plgpu.Layout.WGMMA.reduce(1))
             own_sn = (column_sn >= k * group) & (column_sn < (k + 1) * group)
             z_sn = jnp.where(own_sn, z_sn * _to_columns(scale_s, z_sn), z_sn)
-        plgpu.commit_smem()  # every warp's loads of tile t's scales -> the copy of tile t + 2's
-        self.load_scales(t + 2)
         return z_sn
 
     def load_scales(self, t) -> None:
-        """Starts the copy of tile t's key scales, if keys are normed and the tile exists."""
-        if "scales" not in self.ref:
+        """Starts the copies of tile t's scales, if there are any and the tile exists."""
+        if not self.plan.scales:
             return
         b, _, head_tile = self.at
-        slot = lax.rem(t, 2)
+        slot, ref = lax.rem(t, 2), self.ref
 
         @pl.when(t < self.ring.tiles)
         def _():
-            heads = pl.ds(head_tile * self.plan.num_scales, self.plan.num_scales)
             tokens = pl.ds(self.ring.start + t * self.ring.tile_kv, self.ring.tile_kv)
-            scales, full = self.ref["scales"].at[slot], self.ref["scales_full"].at[slot]
-            plgpu.copy_gmem_to_smem(self.ref["key_scale"].at[b, heads, tokens], scales, full)
+            for scales in self.plan.scales:
+                row = lax.div(head_tile, scales.sharing) * scales.heads
+                to = pl.ds(self.plan.row_of_scales(scales.name), scales.heads)
+                plgpu.copy_gmem_to_smem(
+                    ref[scales.name].at[b, pl.ds(row, scales.heads), tokens],
+                    ref["scales"].at[slot, to],
+                    ref["scales_full"].at[slot],
+                )
+            for i, slab in enumerate(self.plan.kept):
+                row = lax.div(head_tile, slab.sharing) * slab.stride + slab.row
+                plgpu.copy_gmem_to_smem(
+                    ref[slab.name].at[b, pl.ds(row, ROWS), tokens],
+                    ref["kept"].at[slot * len(self.plan.kept) + i],
+                    ref["scales_full"].at[slot],
+                )
 
-    def masked(self, t, z_sn: jax.Array) -> jax.Array:
-        """Masks the scores of slots after the sequence's new token."""
+    def masked(self, t, z_sn: jax.Array, other: float = MASKED) -> jax.Array:
+        """Masks the scores or weights of slots after the sequence's new token."""
         slot_sn = self.ring.start + t * self.ring.tile_kv + _iota(z_sn.shape, 0)
-        return jnp.where(slot_sn <= self.first, z_sn, MASKED)
+        return jnp.where(slot_sn <= self.first, z_sn, other)
 
     # -- values -----------------------------------------------------------------------------------
 
@@ -225,20 +265,23 @@ class Program:
         """Returns o · decay + values · weights for every value slab, [64, columns] each."""
         plan, ring, weights = self.plan, self.ring, self.ref["weights"]  # [1, columns, tile_kv]
         # Keys that are values have been waited for, and kept, by `scores`.
-        reused = plan.keys_reused_as_values
+        reused, scales = plan.keys_reused_as_values, plan.scales_of_values
         begin = 0 if reused else len(plan.order) - len(plan.values)
         out = []
         for batch in _batches(len(o), self.wgmma_in_flight):
             # Zeroed before the batch's products start, because the tests' `ptx.hazards` ignores
             # addresses and forbids any store while a product is in flight.
-            for i in batch:
+            if not reused:
+                ring.stage(t, range(begin + batch[0], begin + batch[-1] + 1))
+            for i in batch if not plan.is_int8 else ():
                 get_slab = ring.slab if reused else ring.wait_slab
                 self.zero_unwritten(t, get_slab(t, begin + i))
 
             def products(*accs, batch=batch):  # float32 [64, columns] each
                 for acc, i in zip(accs, batch, strict=True):
-                    value = ring.slab(t, begin + i)
-                    plgpu.wgmma(acc, value, weights.at[pin_here(0)].transpose((1, 0)))
+                    value, name = ring.slab(t, begin + i), f"{plan.values[i].name}.scale"
+                    own = weights.at[pin_here(scales.index(name) if scales else 0)]
+                    plgpu.wgmma(acc, value, own.transpose((1, 0)))
                 return _load_in_order(accs)
 
             accs = [plgpu.ACC(o[i].shape, jnp.float32) for i in batch]

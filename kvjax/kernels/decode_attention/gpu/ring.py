@@ -12,7 +12,7 @@ soon as the product that read it has been waited for. Each copy is waited for ex
 keeps the barriers' phases in step with the slots.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 import dataclasses
 
 import jax
@@ -104,6 +104,54 @@ class Ring:
         for i in indices:
             self.load(t, i + self.slots)
 
+    def stage(self, t, indices: Sequence[int]) -> None:
+        """Casts slabs in int8, see `StagedRing`; slabs in bfloat16 are used where they are."""
+
     def _slot(self, t, i: int):
         # (t · slabs + i) mod slots; i is reduced first, in Python.
         return lax.rem(pin_here(t) * len(self.order) + i % self.slots, self.slots)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StagedRing(Ring):
+    """A ring of slabs in int8, which `stage` casts to bfloat16 for the products.
+
+        load         as above
+        stage        full[slot] completes; slab -> registers -> staged[i mod stages]; commit_smem;
+                     the slot is refilled
+        (products)   wgmma reads staged[i mod stages]; the caller waits for them before it stages
+                     the next slabs there
+
+    `ref["staged"]` is [stages, 64, tile_kv] bfloat16.
+    """
+
+    def stage(self, t, indices: Sequence[int]) -> None:
+        """Casts these slabs, of which no two have the same place; then refills their slots.
+
+        Every product must have been waited for.
+        """
+        rows = 256 // self.tile_kv  # of a warp, whose threads have 8 neighbours each
+        tiling = plgpu.Tiling(((4 * rows, self.tile_kv), (rows, self.tile_kv), (8,)))
+        places = dict(warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
+        layout = plgpu.Layout.TILED(tiling, **places)
+        for i in indices:
+            slot = self._slot(t, i)
+            plgpu.barrier_wait(self.ref["full"].at[slot])  # its copy has arrived
+            slab = plgpu.load(self.ref["ring"].at[slot], layout=layout)
+            self.slab(t, i)[...] = slab.astype(jnp.bfloat16)  # exact: at most 127
+        # Stores to `staged` -> the products; every warp's loads of the slots -> their next copies.
+        plgpu.commit_smem()
+        for i in indices:
+            self.load(t, i + self.slots)
+
+    def wait_slab(self, t, i: int):
+        """Returns a slab that has been staged, [64, tile_kv] bfloat16."""
+        return self.slab(t, i)
+
+    def slab(self, t, i: int):
+        del t
+        staged = self.ref["staged"]
+        return staged.at[pin_here(i % staged.shape[0])]
+
+    def release(self, t, *indices: int) -> None:
+        """The slabs' slots have been refilled; the caller has waited for the products."""

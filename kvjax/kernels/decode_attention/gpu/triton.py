@@ -1,5 +1,7 @@
 """Decode attention for Ampere and Ada GPUs (A100, L4) in Pallas-Triton, from the plans of `plans`.
 
+On Hopper it reads the int8 caches that Hopper's own kernel refuses.
+
 Grid (head tiles, splits, B). A program attends with the query heads of a head tile to one split:
 
     once per split, LRKV under RoPE:
@@ -9,6 +11,9 @@ Grid (head tiles, splits, B). A program attends with the query heads of a head t
         + a row at a time     Σ over E           (rank query · latents [64, s]) · table [E, s]
       weights [rows, s]       online softmax
       o [rows, 64]          = o · decay + weights · slabᵀ, for each value slab
+
+Slabs of an int8 cache are cast to bfloat16 as they are read. The products of a field's slabs are
+multiplied by its keys' scales, the weights of a value slab by its values' scales (`plans.Scales`).
 
 A row is a query head, padded to 16 rows or the next power of two, which tensor cores want. The
 query is folded with `expand` once per step, and the basis is rotated to each split's start, so that
@@ -21,6 +26,7 @@ JAX 0.11 calls Pallas-Triton deprecated; `attention.check` refuses if JAX no lon
 from collections.abc import Mapping
 import dataclasses
 import functools
+import itertools
 import math
 import re
 
@@ -49,8 +55,8 @@ _FEWEST_ROWS = 16  # of an operand of tensor cores
 _MULTIPROCESSORS = 108  # of an A100
 _MOST_SUMS = 8 * 32 * 96  # float32 outputs of 8 warps, in 96 registers of a thread
 _STAGES = 2  # tiles in shared memory: one is copied while the other one is used
-# Bytes of shared memory of a program: A100 and A30 (8.0), and others (8.6, 8.9).
-_SHARED_BYTES = {r"\bA(100|30)\b": 163 * 1024, "": 99 * 1024}
+# Bytes of shared memory of a program: A100, A30 (8.0) and Hopper, and others (8.6, 8.9).
+_SHARED_BYTES = {r"\bA(100|30)\b|\bG?H\d+": 163 * 1024, "": 99 * 1024}
 _OTHER_BYTES = 16 * 1024  # of a program: queries, weights, reductions
 _MASKED = -1e30  # finite: a row of -inf alone would give NaN; exp2 of it is 0
 _LOG2E = math.log2(math.e)
@@ -203,11 +209,16 @@ class _Program:
         maximum_n, total_n, o = carry
         token = self.start + t * self.tile_kv
         load = functools.cache(functools.partial(self.load, token))  # MLA: keys are values too
+        scaled = functools.partial(self.scaled, token, masked=masked)
         z_ns = jnp.zeros((self.n, self.tile_kv), jnp.float32)
-        for query_nH, slab in zip(queries, self.plan.keys, strict=True):
-            z_ns += _dot(query_nH, load(slab))
-        z_ns = self.scaled(token, self.add_rotated(t, rank_queries, load, z_ns))
-        z_ns = z_ns * (self.plan.scale * _LOG2E)
+        of_slabs = zip(queries, self.plan.keys, strict=True)
+        for name, of_field in itertools.groupby(of_slabs, lambda pair: pair[1].name):
+            products = [_dot(query_nH, load(slab)) for query_nH, slab in of_field]
+            z_ns += scaled(f"{name}.scale", functools.reduce(jnp.add, products))
+        if self.plan.rotated:
+            name = f"{self.plan.rotated[0].name}.scale"
+            z_ns += scaled(name, self.rotated_scores(t, rank_queries, load))
+        z_ns = scaled("key_scale", z_ns) * (self.plan.scale * _LOG2E)
         if masked:
             slot_ns = token + lax.broadcasted_iota(jnp.int32, z_ns.shape, 1)
             z_ns = jnp.where(slot_ns <= self.first, z_ns, _MASKED)
@@ -215,48 +226,57 @@ class _Program:
         decay_n = jnp.exp2(maximum_n - new_n)
         p_ns = jnp.exp2(z_ns - new_n[:, None])
         total_n = total_n * decay_n + jnp.sum(p_ns, axis=1)
-        p_ns, sums = p_ns.astype(jnp.bfloat16), []
+        weights = functools.cache(lambda name: scaled(name, p_ns).astype(jnp.bfloat16))
+        sums = []
         for o_nV, slab in zip(o, self.plan.values, strict=True):
             v_Vs = load(slab)
-            if masked:  # weight 0 · NaN would be NaN
+            if masked and self.plan.itemsize(slab) > 1:  # weight 0 · NaN would be NaN
                 slot_Vs = token + lax.broadcasted_iota(jnp.int32, v_Vs.shape, 1)
                 v_Vs = jnp.where(slot_Vs <= self.first, v_Vs, jnp.zeros_like(v_Vs))
-            sums.append(o_nV * decay_n[:, None] + _dot(p_ns, v_Vs, 1, 1))
+            added_nV = _dot(weights(f"{slab.name}.scale"), v_Vs, 1, 1)
+            sums.append(o_nV * decay_n[:, None] + added_nV)
         return new_n, total_n, sums
 
     def load(self, token: jax.Array, slab: Slab) -> jax.Array:
-        """Returns a slab of the tile that begins at a token, [64, tile_kv]."""
+        """Returns a slab of the tile that begins at a token, [64, tile_kv] bfloat16."""
         b, _, head_tile = self.at
         row = lax.div(head_tile, slab.sharing) * slab.stride + slab.row
-        return plgpu.load(self.ref[slab.name].at[b, pl.ds(row, ROWS), pl.ds(token, self.tile_kv)])
+        ref = self.ref[slab.name].at[b, pl.ds(row, ROWS), pl.ds(token, self.tile_kv)]
+        return plgpu.load(ref).astype(jnp.bfloat16)  # integers up to 127 are exact
 
-    def add_rotated(self, t, rank_queries, load, z_ns: jax.Array) -> jax.Array:
-        """Adds the scores of the residual keys under RoPE, each head's to its own row."""
+    def rotated_scores(self, t, rank_queries, load) -> jax.Array:
+        """Returns the scores of the residual keys under RoPE, each head's in its own row."""
         plan, group = self.plan, self.plan.group_size
-        if not plan.rotated:
-            return z_ns
         table_Es = plgpu.load(self.ref["table"].at[:, pl.ds(t * self.tile_kv, self.tile_kv)])
         slabs = len(plan.rotated) // plan.heads  # of a KV head
+        z_ns = jnp.zeros((self.n, self.tile_kv), jnp.float32)
         for row in range(plan.heads * group):
             head, r = divmod(row, group)
             coefficients_Es = jnp.zeros_like(table_Es)
             for i in range(head * slabs, (head + 1) * slabs):
                 coefficients_Es += _dot(rank_queries[i * group + r], load(plan.rotated[i]))
             z_s = jnp.sum(coefficients_Es * table_Es, axis=0)
-            z_ns = z_ns + self.in_rows(row, row + 1, z_s, jnp.zeros_like(z_ns))
+            z_ns = self.in_rows(row, row + 1, z_s, z_ns)
         return z_ns
 
-    def scaled(self, token: jax.Array, z_ns: jax.Array) -> jax.Array:
-        """Multiplies the scores with the key_scale of their KV head, if keys are normed."""
-        if "key_scale" not in self.ref:
+    def scaled(self, token: jax.Array, name: str, z_ns: jax.Array, *, masked: bool) -> jax.Array:
+        """Multiplies scores or weights with the scales of their KV heads, if there are any."""
+        if (scales := self.plan.scales_of(name)) is None:
             return z_ns
         b, _, head_tile = self.at
-        heads, scale_ns = self.plan.num_scales, jnp.ones_like(z_ns)
-        group = self.plan.heads * self.plan.group_size // heads
-        for k in range(heads):
-            at = b, head_tile * heads + k, pl.ds(token, self.tile_kv)
-            scale_s = plgpu.load(self.ref["key_scale"].at[at])
-            scale_ns = self.in_rows(k * group, (k + 1) * group, scale_s, scale_ns)
+        first_row = lax.div(head_tile, scales.sharing) * scales.heads
+        rows = self.plan.heads * self.plan.group_size // scales.heads  # that share a scale
+        scale_ns = None
+        for k in range(scales.heads):
+            at = b, first_row + k, pl.ds(token, self.tile_kv)
+            scale_s = plgpu.load(self.ref[name].at[at])
+            if masked:  # weight 0 · NaN would be NaN
+                slot_s = token + lax.broadcasted_iota(jnp.int32, scale_s.shape, 0)
+                scale_s = jnp.where(slot_s <= self.first, scale_s, 0)
+            if scale_ns is None:  # also of the rows that are padding
+                scale_ns = jnp.broadcast_to(scale_s[None], z_ns.shape)
+            else:
+                scale_ns = self.in_rows(k * rows, (k + 1) * rows, scale_s, scale_ns)
         return z_ns * scale_ns
 
     def in_rows(self, begin: int, end: int, x_s: jax.Array, other_ns: jax.Array) -> jax.Array:
@@ -320,14 +340,19 @@ def refusal(inputs: DecodeInputs, cache: Cache) -> str | None:
 
 def _tile_kv(plan: Plan) -> int:
     """Returns the tokens of a tile: two tiles fit into the 99 KiB of an L4's shared memory."""
-    return TILE_KV if len(plan.order) <= 4 else TILE_KV // 2
+    return TILE_KV if _bytes(plan) <= 4 * 2 * ROWS else TILE_KV // 2
+
+
+def _bytes(plan: Plan) -> int:
+    """Returns the bytes of a token's slabs."""
+    return ROWS * sum(plan.itemsize(slab) for slab in plan.order)
 
 
 def _stages(plan: Plan) -> int:
     """Returns the stages of the pipeline; 1 (each tile is waited for) where two do not fit."""
     kind = _device().device_kind
     shared = next(size for kinds, size in _SHARED_BYTES.items() if re.search(kinds, kind))
-    fits = _STAGES * len(plan.order) * ROWS * _tile_kv(plan) * 2 + _OTHER_BYTES <= shared
+    fits = _STAGES * _bytes(plan) * _tile_kv(plan) + _OTHER_BYTES <= shared
     return _STAGES if fits else 1
 
 
