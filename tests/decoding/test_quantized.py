@@ -92,7 +92,7 @@ def test_chips_change_no_token(make_model, on_chips):
 def test_a_kernel_is_refused(make_model):
     message = re.escape("implementation = 'gpu': reads no int4 cache: use 'xla'")
     with pytest.raises(UserError, match=message):
-        Generator(make_model("mha"), _quantized(4), implementation=name)
+        Generator(make_model("mha"), _quantized(4), implementation="gpu")
 
 
 def test_four_bits_are_said_to_cost_quality(make_model, capsys):

@@ -49,7 +49,7 @@ EDGES = (0, 63, 64, 127, 128, 200, 256)
         (ResidualSizes(N=8, K=4, J=1, Hv=64), (200,), dict(split=128, wgmma_in_flight=2)),
         (NO_ROPE, (200,), dict(split=128)),
         (FactoredSizes(N=4, K=2, J=2, Hv=64), (200,), dict(split=128)),  # GQA, keys of rank 64
-        (Quantized(ResidualSizes(N=8, K=4, J=1, Hv=64)), (200,), dict(split=128)),
+        (Quantized(GroupedSizes(N=6, K=2, H=64, Hv=192)), (200,), dict(tile_kv=64, split=128)),
         *(
             pytest.param(*case, marks=slow)
             for case in (
@@ -83,11 +83,7 @@ EDGES = (0, 63, 64, 127, 128, 200, 256)
                 (FactoredSizes(N=4, K=2, J=2, R=0, Rv=64), (130,), dict()),
                 (LatentSizes(N=6, C=128, J=2), (130,), dict(split=128)),  # GLA
                 (ResidualSizes(N=12, K=4, J=1, Hv=64), (200,), dict(split=128, wgmma_in_flight=3)),
-                (
-                    Quantized(GroupedSizes(N=6, K=2, H=64, Hv=192)),
-                    (63, 255),
-                    dict(tile_kv=64, split=128, slots=3),
-                ),
+                (Quantized(ResidualSizes(N=8, K=4, J=1, Hv=64)), (255, 130), dict(split=128)),
                 (Quantized(GroupedSizes(N=4, K=4, H=32)), (190,), dict()),
                 (Quantized(NO_ROPE), (200,), dict(split=128)),
                 (

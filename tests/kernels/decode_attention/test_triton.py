@@ -51,7 +51,7 @@ def _jitted(**options):
                 (LatentSizes(N=4, C=128, J=2, key_channels=64, Hv=0), (200,)),  # GTA
                 (Quantized(GroupedSizes(N=4, K=4, H=32)), (63, 256)),
                 (
-                    Quantized(ResidualSizes(N=4, K=2, H=64, Hv=64, rope_base=None, scaled=False)),
+                    Quantized(ResidualSizes(N=4, K=2, H=64, Hv=192, rope_base=None, scaled=False)),
                     (200,),
                 ),
                 (Quantized(FactoredSizes(N=4, K=4, J=4, R=32, Rv=32, Hv=64)), (200,)),
