@@ -91,9 +91,11 @@ def test_a_prepared_token_equals_the_models(interpreted, randomise, heads, rank,
     for name, array in found_layer.items():
         before, after = np.asarray(layer[name], float), np.asarray(array, float)
         exact = np.asarray(expected_layer[name], float)
-        # Equal bits, but for single roundings that fall to the other side.
-        np.testing.assert_allclose(after, exact, rtol=2.0**-7, atol=2.0**-9)
-        assert np.mean(after != exact, where=before != exact) < 0.01
+        if array.dtype == np.float32:  # 1/rms: a sum whose order differs between CPUs
+            np.testing.assert_allclose(after, exact, rtol=2.0**-21, atol=0)
+        else:  # equal bits, but for single roundings that fall to the other side
+            np.testing.assert_allclose(after, exact, rtol=2.0**-7, atol=2.0**-9)
+            assert np.mean(after != exact, where=before != exact) < 0.01
         changed = np.any(before != after, axis=(1, 2))  # [B, S]
         assert [list(np.flatnonzero(slots)) for slots in changed] == [[5], [127], [], []]
     difference = np.asarray(y_B1D, float) - np.asarray(expected, float)
