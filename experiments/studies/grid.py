@@ -13,7 +13,6 @@ import functools
 import json
 import pathlib
 import statistics
-import types
 
 from etils import epath
 from flax import traverse_util
@@ -123,9 +122,7 @@ def code_now() -> dict[str, str]:
 
 
 def matched(
-    config: pathlib.Path,
-    parameters: int,
-    overrides: Mapping[str, object] = types.MappingProxyType({}),
+    config: pathlib.Path, parameters: int, overrides: Mapping[str, object] | None = None
 ) -> dict[str, int]:
     """Returns the override of the MLP's width with which a config is nearest to `parameters`."""
 
@@ -134,7 +131,7 @@ def matched(
 
     plain, wider = load_config(config), load_config(config)
     for one in (plain, wider):
-        one.update_from_flattened_dict(overrides)
+        one.update_from_flattened_dict(overrides or {})
     wider.model.mlp_dim += 1
     per_channel = count(wider) - count(plain)
     more = round((parameters - count(plain)) / per_channel)

@@ -97,7 +97,7 @@ def test_append_writes_the_slots_it_says(S, T):
 
 @pytest.mark.parametrize("S, T", quick.every(2, SIZES))
 def test_append_writes_bytes_on_a_tpu(S, T, monkeypatch):
-    """By the kernel, interpreted."""
+    """Interprets the kernel."""
 
     def for_a_tpu(*arguments, tpu, default):
         return tpu(*arguments)

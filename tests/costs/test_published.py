@@ -261,7 +261,7 @@ def test_tokens_that_fit_are_those_whose_cache_fits():
 
 
 def test_a_mechanism_that_cannot_have_int4_leaves_the_other_rows(tmp_path, capsys):
-    """Of heads of 100 channels LRKV's rank would be 25: odd."""
+    """LRKV's rank is 25, odd, with heads of 100 channels."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | dict(head_dim=100)))
     options = [f"--model={tmp_path / 'config.json'}", "--cache_dtype=int4", "--device=h200"]
     command.main([*options, "--json"])
