@@ -106,6 +106,21 @@ class Attention(nnx.Module):
         positions: Positions,
         layer: dict[str, jax.Array],
         counts_B: jax.Array,
+        **options,
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Appends T new tokens to a layer's cache, attends to all of it, and projects the outputs.
+
+        Args and returns: as of `attend`, but the output is [B, T, D].
+        """
+        o_BTNH, layer = self.attend(x_BTD, positions, layer, counts_B, **options)
+        return project_heads(o_BTNH, self.out, self.out_bias), layer
+
+    def attend(
+        self,
+        x_BTD: jax.Array,
+        positions: Positions,
+        layer: dict[str, jax.Array],
+        counts_B: jax.Array,
         *,
         rope_base: Base | None,
         window: int = 0,
@@ -123,7 +138,7 @@ class Attention(nnx.Module):
           window, softcap, implementation: see `decode_attention`.
 
         Returns:
-          The output [B, T, D] and the updated layer.
+          The heads' outputs before their projection, [B, T, N, Hv], and the updated layer.
         """
         options = dict(window=window, softcap=softcap, implementation=implementation)
         first_B = positions.index[:, 0]
@@ -140,7 +155,7 @@ class Attention(nnx.Module):
             layer = append(layer, entry, first_B, counts_B)
         inputs = dataclasses.replace(inputs, scale=inputs.scale * logit_factor)
         o_BTNH = decode_attention(inputs, layer, first_B, **options)
-        return self.project_out(o_BTNH.astype(x_BTD.dtype), x_BTD, positions), layer
+        return self._combine(o_BTNH.astype(x_BTD.dtype), x_BTD, positions), layer
 
     def project_out(self, o_BTNH: jax.Array, x_BTD: jax.Array, positions: Positions) -> jax.Array:
         """Combines, gates and projects the outputs of softmax attention: [B, T, D].
@@ -149,10 +164,13 @@ class Attention(nnx.Module):
           x_BTD: the layer's input, for the gate.
           positions: positions of the queries.
         """
+        return project_heads(self._combine(o_BTNH, x_BTD, positions), self.out, self.out_bias)
+
+    def _combine(self, o_BTNH: jax.Array, x_BTD: jax.Array, positions: Positions) -> jax.Array:
         o_BTNH = self.mechanism.combine(o_BTNH, positions)
         if self.gate is not None:
             o_BTNH = o_BTNH * jax.nn.sigmoid(linear(x_BTD, self.gate[...]))
-        return project_heads(o_BTNH, self.out, self.out_bias)
+        return o_BTNH
 
 
 def project_heads(o_BTNH: jax.Array, out: nnx.Param, bias: nnx.Param | None) -> jax.Array:

@@ -20,7 +20,6 @@ paper's "+", `alibi` is ALiBi (arXiv 2108.12409); see `position_bias.py` for bot
 
 import dataclasses
 import functools
-import logging
 
 from flax import nnx
 import jax
@@ -37,6 +36,7 @@ from kvjax.attention.mechanism import (
     check_residual,
     gain_of,
     head_norm,
+    log_unprepared,
     normalise_and_rotate,
     require,
     times_gain,
@@ -45,7 +45,6 @@ from kvjax.attention.mechanism import (
 from kvjax.attention.pca_init import pca_factors
 from kvjax.cache.field import Field
 from kvjax.foundation.configuration import between, one_of
-from kvjax.foundation.logs import log_once
 from kvjax.kernels.decode_attention import api, cache_layouts
 from kvjax.kernels.decode_attention.cache_layouts import DecodeFlops, DecodeInputs
 from kvjax.kernels.decode_attention.cache_layouts.grouped import GroupedSizes
@@ -54,7 +53,7 @@ from kvjax.kernels.decode_attention.cache_layouts.residual import ResidualSizes
 from kvjax.kernels.decode_attention.cache_layouts.tied import TiedSizes
 from kvjax.layers.norm import inverse_rms
 from kvjax.layers.rope import Base, Positions, rotate
-from kvjax.layers.weight import linear, weight
+from kvjax.layers.weight import weight
 
 TIES = ("none", "kv", "qk", "qkv")
 ROPES = ("full", "shared")
@@ -433,13 +432,13 @@ class Grouped(Mechanism):
         elif not plain:
             reason = "takes no tied or low-rank queries, gains of QK-norm or biases"
         if reason:
-            message = f"decode attention: the GPU kernel that appends a token {reason}: XLA does"
-            log_once(__name__, logging.INFO, message)
+            log_unprepared(reason)
             return None
         return prepare.into_cache(
             inputs,
             layer,
-            linear(x_BTD[:, 0], self.packed[...]),
+            self.packed[...],
+            x_BTD[:, 0],
             positions,
             counts_B,
             expand_KRH=self.expand_key[...] if c.rank else None,

@@ -6,6 +6,7 @@ the tokens into prefill and decode steps.
 """
 
 import dataclasses
+import logging
 import math
 
 from flax import nnx
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 from kvjax.cache.field import Field
 from kvjax.foundation.configuration import between, one_of
 from kvjax.foundation.errors import UserError
+from kvjax.foundation.logs import log_once
 from kvjax.kernels.decode_attention.cache_layouts import DecodeFlops, DecodeInputs
 from kvjax.layers.norm import Norm
 from kvjax.layers.rope import Base, Positions, Rotary, rotate
@@ -242,6 +244,12 @@ class Mechanism(nnx.Module):
             return x_BTD
         latent_BTC = self.query_latent_norm(self.product(x_BTD, "query_down"))
         return scaled_latent(self.config, latent_BTC, x_BTD.shape[-1])
+
+
+def log_unprepared(reason: str) -> None:
+    """Logs once why a mechanism's `prepare` leaves new tokens to XLA."""
+    message = f"decode attention: the GPU kernel that appends a token {reason}: XLA does"
+    log_once(__name__, logging.INFO, message)
 
 
 def require(condition: bool, key: str, value, allowed: str) -> None:

@@ -9,6 +9,7 @@ head (`mla_lrkv.py`), no RoPE key (`mla_paper.py`).
 """
 
 import dataclasses
+import functools
 
 from flax import nnx
 import jax
@@ -20,11 +21,12 @@ from kvjax.attention.mechanism import (
     check_common,
     head_norm,
     latent_norm,
+    log_unprepared,
     normalise_and_rotate,
     scaled_latent,
 )
 from kvjax.cache.field import Field
-from kvjax.kernels.decode_attention import cache_layouts
+from kvjax.kernels.decode_attention import api, cache_layouts
 from kvjax.kernels.decode_attention.cache_layouts import DecodeFlops, DecodeInputs
 from kvjax.kernels.decode_attention.cache_layouts.latent import LatentSizes
 from kvjax.layers.rope import Base, Positions
@@ -76,7 +78,8 @@ class MLAConfig(MechanismConfig):
 class MLA(Mechanism):
     """Content keys and values from a normed latent, position from one shared key."""
 
-    packable = ("down", "rope_key", "query", "rope_query", "query_down")
+    # RoPE's between others: `prepare_latent` reads 32 channels beyond them on both sides.
+    packable = ("down", "rope_key", "rope_query", "query", "query_down")
     latents = ""  # axes over several latents: "J" in GLA, "G J" in MLRA
 
     def __init__(self, config: MLAConfig, d_model: int, *, rngs: nnx.Rngs):
@@ -120,6 +123,53 @@ class MLA(Mechanism):
         }
         return jnp.concatenate([q_BTNH, q_BTNP], axis=-1), raw
 
+    def prepare(
+        self,
+        x_BTD: jax.Array,
+        positions: Positions,
+        layer: dict[str, jax.Array],
+        counts_B: jax.Array,
+        *,
+        rope_base: Base | None,
+        **options,
+    ) -> tuple[DecodeInputs, dict[str, jax.Array]] | None:
+        """Takes one token per sequence of plain MLA, in bfloat16 on a GPU; see `Mechanism.prepare`.
+
+        Not of subclasses, which have other latents or queries.
+        """
+        c, (B, T, _) = self.config, x_BTD.shape
+        if T > 1 or type(self) is not MLA:
+            return None
+        query = jax.ShapeDtypeStruct((B, T, c.num_heads, c.query_dim), x_BTD.dtype)
+        decode_inputs = functools.partial(self.decode_inputs, rope_base=rope_base)
+        inputs = jax.eval_shape(decode_inputs, query)
+        if api.chosen(inputs, layer, **options) != "gpu":
+            return None
+        from kvjax.kernels.decode_attention.gpu import prepare_latent  # when called, see `api`
+
+        sizes = prepare_latent.Sizes(
+            N=c.num_heads,
+            H=c.key_dim,
+            C=c.latent_dim,
+            columns=prepare_latent.columns(inputs, layer),
+            latent_epsilon=None if self.latent_norm is None else c.norm_epsilon,
+            epsilon=None if self.query_norm is None else c.norm_epsilon,
+            first=tuple((name, first) for name, first, _ in self.packed_columns),
+        )
+        plain = c.qk_norm in ("none", "rms") and not (c.query_rank or c.qk_bias or c.latent_scale)
+        if not self.packed_columns:
+            reason = "takes projections that are packed into one matrix"
+        elif not plain:
+            reason = "takes no low-rank queries, gains of norms, biases or scaled latents"
+        else:
+            reason = prepare_latent.refusal(sizes, layer, x_BTD.dtype)
+        if reason:
+            log_unprepared(reason)
+            return None
+        new = (layer, self.packed[...], x_BTD[:, 0], positions, counts_B)
+        options = dict(up_key_CNH=self.up_key[...], decode_inputs=self._latent_inputs)
+        return prepare_latent.into_cache(*new, sizes=sizes, **options)
+
     def keys_values(self, raw: dict, positions: Positions) -> tuple[jax.Array, jax.Array]:
         k_BTNH, v_BTNH = self.expand_latent(raw)
         k_BT1P = raw["rope_key"][:, :, None]
@@ -135,11 +185,10 @@ class MLA(Mechanism):
         del rope_base  # the cached key is already rotated
         q_BTNH, q_BTNP = jnp.split(q_BTNH, [self.config.key_dim], axis=-1)
         wide = jnp.promote_types(q_BTNH.dtype, jnp.float32)
-        return cache_layouts.LatentInputs(
-            query=jnp.einsum(
-                "BTNH,CNH->BTNC", q_BTNH, self.up_key[...], preferred_element_type=wide
-            ),
-            rope_query=q_BTNP,
-            up_value=self.up_value[...][None],
-            scale=self.config.scale,
-        )
+        q_BTNC = jnp.einsum("BTNH,CNH->BTNC", q_BTNH, self.up_key[...], preferred_element_type=wide)
+        return self._latent_inputs(q_BTNC, q_BTNP)
+
+    def _latent_inputs(self, q_BTNC: jax.Array, q_BTNP: jax.Array) -> DecodeInputs:
+        up_value = self.up_value[...][None]
+        options = dict(rope_query=q_BTNP, up_value=up_value, scale=self.config.scale)
+        return cache_layouts.LatentInputs(query=q_BTNC, **options)

@@ -12,6 +12,7 @@ from kvjax.attention import Attention, canonical
 from kvjax.attention.mechanism import MechanismConfig
 from kvjax.cache import Cache
 from kvjax.layers import rope
+from kvjax.model import fused_step
 from kvjax.model.config import TransformerConfig
 from kvjax.model.transformer import Compute, Transformer, compute_dtypes
 
@@ -81,13 +82,22 @@ class Decoder(Transformer):
         index_BT = cache.lengths[:, None] + jnp.arange(T, dtype=jnp.int32)[None]
         x_BTD = self.embed(tokens_BT, index_BT, self.compute)
         layers = []
+        is_fused, partials_PBD = fused_step.takes(self.layers, x_BTD, implementation), None
         for block, (mechanism, kind), layer in zip(
             self.layers, self.config.layers, cache.layers, strict=True
         ):
             positions = rope.positions(index_BT, mechanism.rope_dim, kind.rope_base)
             options = kind._asdict() | dict(implementation=implementation)
-            x_BTD, layer = block.decode(x_BTD, positions, layer, counts_B, **options)
+            if is_fused:
+                x_BD, partials_PBD, layer = fused_step.decode(
+                    block, x_BTD[:, 0], partials_PBD, positions, layer, counts_B, **options
+                )
+                x_BTD = x_BD[:, None]
+            else:
+                x_BTD, layer = block.decode(x_BTD, positions, layer, counts_B, **options)
             layers.append(layer)
+        if is_fused:
+            x_BTD = fused_step.add(x_BTD[:, 0], partials_PBD)[:, None]
         return self.apply_final_norm(x_BTD), Cache(tuple(layers), cache.lengths + counts_B)
 
 

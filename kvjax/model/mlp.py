@@ -26,6 +26,11 @@ class MLP(nnx.Module):
         self.down_bias = weight("D", rngs, init="zeros", **sizes) if bias else None
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        y_BTD = linear(self.hidden(x_BTD), self.down[...])
+        return y_BTD if self.down_bias is None else y_BTD + self.down_bias[...][None, None]
+
+    def hidden(self, x_BTD: jax.Array) -> jax.Array:
+        """Returns the activations before W_down, [B, T, M]."""
         h_BTM = linear(x_BTD, self.up[...])
         if self.up_bias is not None:
             h_BTM = h_BTM + self.up_bias[...][None, None]
@@ -38,5 +43,4 @@ class MLP(nnx.Module):
         else:
             f = jax.nn.silu if self.activation == "swiglu" else jax.nn.gelu
             h_BTM = f(linear(x_BTD, self.gate[...])) * h_BTM
-        y_BTD = linear(h_BTM, self.down[...])
-        return y_BTD if self.down_bias is None else y_BTD + self.down_bias[...][None, None]
+        return h_BTM

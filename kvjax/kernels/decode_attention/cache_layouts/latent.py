@@ -28,6 +28,8 @@ class LatentInputs(DecodeInputs):
     query: jax.Array  # [B, T, N, C'], C' <= C: the content query times up_key
     rope_query: jax.Array | None = None  # [B, T, N, P]
     up_value: jax.Array | None = None  # [J, C, N/J, Hv]; None: the latent is the value
+    # The queries as the GPU kernel reads them, if `gpu.prepare_latent` has written them.
+    prepared: jax.Array | None = None
     scale: float = static()
 
     def expand(self, cache: Cache) -> tuple[jax.Array, jax.Array, jax.Array]:

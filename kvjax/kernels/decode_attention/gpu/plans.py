@@ -327,6 +327,8 @@ class LatentAdapter:
         )
 
     def arrays(self, split: int) -> dict[str, jax.Array]:
+        if self.inputs.prepared is not None:
+            return dict(query=self.inputs.prepared)
         q_BNH = latent_lib.with_zeros(self.inputs.query, self.C)[:, 0]
         if self.inputs.rope_query is not None:
             q_BNH = jnp.concatenate([q_BNH, self.inputs.rope_query[:, 0]], axis=-1)

@@ -9,8 +9,7 @@ column of wgmma's rows. It does one of
     query          norms and rotates it, and writes it as `kernel` reads it
 
 where appending writes the sequence's slot of the cache, in place. A decode step has five programs
-fewer per layer of MHA with it, nine per layer of LRKV (experiments/LOG.md). Rounding is the
-model's: to bfloat16 after a norm, and again after RoPE.
+fewer per layer of MHA with it, nine per layer of LRKV (experiments/LOG.md).
 """
 
 from collections.abc import Callable, Mapping
@@ -26,7 +25,16 @@ import jax.numpy as jnp
 from kvjax.cache import quantized
 from kvjax.kernels.decode_attention.cache_layouts import DecodeInputs, ResidualInputs
 from kvjax.kernels.decode_attention.gpu import attention, plans
+from kvjax.kernels.decode_attention.gpu.projections import (
+    Projections,
+    dispatch,
+    inverse_rms,
+    load,
+    normed,
+    rounded,
+)
 from kvjax.kernels.decode_attention.gpu.ring import ROWS
+from kvjax.kernels.partial_products import partial_products
 from kvjax.layers.rope import Positions
 
 
@@ -79,7 +87,8 @@ def refusal(inputs: DecodeInputs, layer: Mapping[str, jax.Array], dtype: jnp.dty
 def into_cache(
     inputs: DecodeInputs,
     layer: Mapping[str, jax.Array],
-    product_BE: jax.Array,
+    packed_DE: jax.Array,
+    x_BD: jax.Array,
     positions: Positions,
     counts_B: jax.Array,
     *,
@@ -92,10 +101,12 @@ def into_cache(
 
     Args:
       inputs: decode inputs, as shapes.
+      packed_DE: projections of the layer's input, side by side.
+      x_BD: the layer's input.
       positions: of the new tokens.
       epsilon, first: see `Sizes`.
       decode_inputs: returns decode inputs for queries [B, 1, N, H].
-      product_BE, layer, counts_B, expand_KRH: see `prepare`.
+      layer, counts_B, expand_KRH: see `prepare`.
     """
     B, _, N, H = inputs.query.shape
     adapter = plans.ADAPTERS[type(inputs)](inputs, layer)
@@ -115,7 +126,8 @@ def into_cache(
     if rotary is not None:
         rotary = tuple(jnp.broadcast_to(a[:, 0], (B, a.shape[-1])) for a in rotary)
     new = positions.index[:, 0], counts_B, rotary, expand_KRH
-    prepared, layer = prepare(product_BE, layer, *new, sizes=sizes)
+    partials_PBE = partial_products(x_BD, packed_DE)
+    prepared, layer = prepare(partials_PBE, layer, *new, sizes=sizes)
     # [B, head tiles, slabs, columns, 64], whose first columns are a tile's own queries.
     own = prepared[:, :, :, : N // adapter.head_tiles]
     q_B1NH = jnp.moveaxis(own, 2, 3).reshape(B, 1, N, H)
@@ -124,7 +136,7 @@ def into_cache(
 
 @functools.partial(jax.jit, static_argnames=("sizes", "interpret"))
 def prepare(
-    product_BE: jax.Array,
+    partials_PBE: jax.Array,
     layer: Mapping[str, jax.Array],
     first_B: jax.Array,
     counts_B: jax.Array,
@@ -137,7 +149,8 @@ def prepare(
     """Appends one token per sequence to the cache, and returns its queries and the cache.
 
     Args:
-      product_BE: the layer's input times all projections, bfloat16.
+      partials_PBE: partial products of the layer's input and all projections, which are added and
+        rounded to bfloat16.
       layer: the cache's arrays, updated in place: base_key and base_value [B, J, H, S], with
         residuals residual_key and residual_value [B, K, R, S], bfloat16, and key_scale [B, K, 1, S]
         float32 if keys are normed.
@@ -153,33 +166,20 @@ def prepare(
     z, S = sizes, layer["base_key"].shape[-1]
     first_channel, names = dict(z.first), list(layer)
     own = z.N // z.head_tiles  # query heads of a head tile
-    wgmma, bf16 = plgpu.Layout.WGMMA, product_BE.dtype
-    inputs = dict(product=product_BE, first=first_B, counts=counts_B)
+    wgmma, bf16, B = plgpu.Layout.WGMMA, jnp.dtype(jnp.bfloat16), partials_PBE.shape[1]
+    inputs = dict(partials=partials_PBE, first=first_B, counts=counts_B)
     inputs |= dict(zip(("cos", "sin"), rotary, strict=True)) if rotary else {}
     inputs |= dict(expand=expand_KRH) if z.R else {}
-
-    def load(ref, *at, layout=wgmma.reduce(1)):  # [64] float32
-        return plgpu.load(ref.at[at], layout=layout, optimized=False).astype(jnp.float32)
 
     def kernel(*refs):
         ref = dict(zip((*inputs, *names, "queries"), refs, strict=True))
         b, index = lax.axis_index("sequence"), lax.axis_index("head")
         slot = ref["first"][b]
         appends = (ref["counts"][b] > 0) & (slot < S)
+        projections = Projections(ref["partials"], b, first_channel)
 
         def append(name, head, row, x_H):
             ref[name].at[b, head, pl.ds(row, ROWS), slot][...] = x_H.astype(bf16)
-
-        def channels(name, head, dim):
-            """Returns a head's channels of a projection, [64] float32 each."""
-            start = first_channel[name] + head * dim
-            return [load(ref["product"], b, pl.ds(start + c, ROWS)) for c in range(0, dim, ROWS)]
-
-        def normed(x):
-            if z.epsilon is None:
-                return x
-            inverse = _inverse_rms(x, z.H, z.epsilon)
-            return [_rounded(x_H * inverse, bf16) for x_H in x]
 
         def rotated(x):
             half = len(x) // 2  # slabs of the pairs' first channels, then of their second
@@ -190,21 +190,21 @@ def prepare(
             return x
 
         def base_key(j):
-            x = channels("base_key", j, z.H)
-            for i, x_H in enumerate(rotated(x if z.R else normed(x))):
+            x = projections.head("base_key", j, z.H)
+            for i, x_H in enumerate(rotated(x if z.R else normed(x, z.epsilon))):
                 append("base_key", j, i * ROWS, x_H)
 
         def base_value(j):
-            for i, x_V in enumerate(channels("base_value", j, z.Hv)):
+            for i, x_V in enumerate(projections.head("base_value", j, z.Hv)):
                 append("base_value", j, i * ROWS, x_V)
 
         def residual(k):
             for kind in ("key", "value"):
-                for i, x_R in enumerate(channels(f"latent_{kind}", k, z.R)):
+                for i, x_R in enumerate(projections.head(f"latent_{kind}", k, z.R)):
                     append(f"residual_{kind}", k, i * ROWS, x_R)
             if "key_scale" in ref:
-                latents, key = channels("latent_key", k, z.R), []
-                base = first_channel["base_key"] + lax.div(k, z.K // z.J) * z.H
+                latents, key = projections.head("latent_key", k, z.R), []
+                base = projections.start("base_key", lax.div(k, z.K // z.J), z.H)
                 for h in range(0, z.H, ROWS):
                     expanded_H = 0.0
                     for i, latent_R in enumerate(latents):
@@ -212,27 +212,20 @@ def prepare(
                         expand_RH = load(ref["expand"], *at, layout=wgmma)
                         latent_RH = lax.broadcast_in_dim(latent_R, expand_RH.shape, [0])
                         expanded_H += jnp.sum(latent_RH * expand_RH, axis=0)
-                    at = b, pl.ds(base + h, ROWS)
-                    base_H = load(ref["product"], *at, layout=wgmma.reduce(0))
-                    key.append(_rounded(base_H + _rounded(expanded_H, bf16), bf16))
-                ref["key_scale"][b, k, 0, slot] = _inverse_rms(key, z.H, z.epsilon)
+                    base_H = projections.slab(base + h, layout=wgmma.reduce(0))
+                    key.append(rounded(base_H + rounded(expanded_H)))
+                ref["key_scale"][b, k, 0, slot] = inverse_rms(key, z.H, z.epsilon)
 
         def query(n):
-            at = b, lax.div(n, own)
-            for i, x_H in enumerate(rotated(normed(channels("query", n, z.H)))):
+            at, x = (b, lax.div(n, own)), projections.head("query", n, z.H)
+            for i, x_H in enumerate(rotated(normed(x, z.epsilon))):
                 ref["queries"].at[*at, i, lax.rem(n, own)][...] = x_H.astype(bf16)
 
-        begin = 0
-        works = (query, base_key, base_value, residual)
-        for count, work in zip(_counts(z), works, strict=True):
-            mine = (index >= begin) & (index < begin + count)
-            if work is not query:
-                mine &= appends
-            if count:
-                pl.when(mine)(functools.partial(work, index - begin))
-            begin += count
+        queries, base_keys, base_values, residuals = _counts(z)
+        works = [(queries, True, query), (base_keys, appends, base_key)]
+        works += [(base_values, appends, base_value), (residuals, appends, residual)]
+        dispatch(index, works)
 
-    B = product_BE.shape[0]
     shape = (B, z.head_tiles, z.H // ROWS, z.columns, ROWS)
     run = plgpu.kernel(
         kernel,
@@ -250,13 +243,3 @@ def prepare(
 def _counts(z: Sizes) -> tuple[int, ...]:
     """Returns programs per sequence: queries, base keys, base values, residuals."""
     return z.N, z.J, z.J, z.K if z.R else 0
-
-
-def _inverse_rms(x: list[jax.Array], dim: int, epsilon: float) -> jax.Array:
-    """Returns 1/rms of a head's channels, given as [64] each."""
-    squares = functools.reduce(jnp.add, [x_H * x_H for x_H in x])
-    return lax.rsqrt(jnp.sum(squares, axis=0) / dim + epsilon)
-
-
-def _rounded(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    return x.astype(dtype).astype(jnp.float32)
