@@ -15,7 +15,7 @@ from kvjax.kernels.decode_attention.cache_layouts.factored import FactoredSizes
 from kvjax.kernels.decode_attention.cache_layouts.grouped import GroupedSizes
 from kvjax.kernels.decode_attention.cache_layouts.latent import LatentSizes
 from kvjax.kernels.decode_attention.cache_layouts.residual import ResidualSizes
-from kvjax.kernels.decode_attention.gpu import attention as gpu, combine, plans
+from kvjax.kernels.decode_attention.gpu import adapters, attention as gpu, combine, plans
 from kvjax.kernels.decode_attention.shapes import Quantized
 from kvjax.kernels.profile import gpu_static
 from tests import quick
@@ -193,7 +193,7 @@ def test_shapes_that_check_takes_can_be_traced(N, K, R, H):
         return
     o = jax.eval_shape(_run, inputs, cache, jax.ShapeDtypeStruct((1,), jnp.int32))
     assert o.shape == (1, 1, N, 128)
-    plan = plans.ResidualAdapter(inputs, cache).plan
+    plan = adapters.ResidualAdapter(inputs, cache).plan
     basis = -(-H // 128) * 128 // 64  # ring slots of the basis; at least one more is needed to load
     assert plans.slots(plan, 64) > basis
 
@@ -239,7 +239,7 @@ def test_slots_and_registers_of_real_models():
     for name in ("mha", "gqa", "thin_keys", "lrkv", "lrkv_no_rope", "mla"):
         shape = shapes.SHAPES["d36"][name]
         problem = shapes.abstract(shape, batch=1, length=128, dtype=jnp.bfloat16)
-        adapter = plans.ADAPTERS[type(problem[0])](*problem)
+        adapter = adapters.ADAPTERS[type(problem[0])](*problem)
         sizes[name] = (
             plans.slots(adapter.plan, adapter.tile_kv),
             adapter.plan.registers(adapter.tile_kv),

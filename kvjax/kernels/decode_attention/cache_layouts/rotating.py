@@ -28,7 +28,8 @@ Tile sizes, each with its constraints in a comment there:
 
     plain JAX  TILE_KV in `cache_layouts/tiles.py`; `flops` below follows it
     TPU        SHORTEST_TILE_KV, DEFAULT_SCORE_TILE in `tpu/attention.py`, or tuned.json
-    GPU        TILE_KV, LATENT_TILE_KV, ROTATED_TILE_KV in `gpu/plans.py`; of splits `_SPLITS`
+    GPU        TILE_KV, LATENT_TILE_KV, ROTATED_TILE_KV in `gpu/plans.py`
+               of splits: `_SPLITS` in `gpu/adapters.py`
 """
 
 import jax

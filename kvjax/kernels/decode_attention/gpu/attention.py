@@ -1,7 +1,7 @@
 """Decode attention as Pallas kernels for GPUs: one query per sequence.
 
 The cache is read once, without a transposed copy. A program (`kernel`) attends with some heads of
-one sequence to one split of its tokens; `plans` has the sizes per cache layout. `combine` merges
+one sequence to one split of its tokens; `adapters` has a plan per cache layout. `combine` merges
 the splits by their log-sum-exps, and expands LRKV's latents of values; MLA's are expanded by XLA.
 These are for Hopper; on Ampere and Ada `triton` has one kernel instead, which Hopper runs too for
 int8 caches that do not fit its own.
@@ -22,7 +22,7 @@ from kvjax.cache import quantized
 from kvjax.foundation.rounding import round_up
 from kvjax.kernels.decode_attention import tuning
 from kvjax.kernels.decode_attention.cache_layouts import DecodeInputs
-from kvjax.kernels.decode_attention.gpu import combine, kernel, plans
+from kvjax.kernels.decode_attention.gpu import adapters, combine, kernel, plans
 
 # Device kinds by CUDA compute capability, for devices that are not there. Hopper has wgmma and TMA;
 # the others are those that Pallas-Triton knows by name.
@@ -62,7 +62,7 @@ def decode_attention(
     check(inputs, cache)
     if _takes_triton(inputs, cache):
         return _triton().decode_attention(inputs, cache, first_B, split=split, interpret=interpret)
-    adapter = plans.ADAPTERS[type(inputs)](inputs, cache)
+    adapter = adapters.ADAPTERS[type(inputs)](inputs, cache)
     B, S = first_B.shape[0], next(iter(cache.values())).shape[-1]
     tile_kv = tile_kv or adapter.tile_kv
     programs = B * adapter.head_tiles
@@ -93,7 +93,7 @@ def decode_attention(
 
 def candidates(inputs: DecodeInputs, cache: Cache) -> dict[str, tuple[int, ...]]:
     """Returns the splits that --tune tries, up to the longest that the plan allows."""
-    longest = plans.ADAPTERS[type(inputs)](inputs, cache).max_split
+    longest = adapters.ADAPTERS[type(inputs)](inputs, cache).max_split
     return {"split": tuple(split for split in _TRIED_SPLITS if split <= longest)}
 
 
@@ -118,9 +118,9 @@ def _refusal(inputs: DecodeInputs, cache: Cache) -> str | None:
 
 
 def _hopper_refusal(inputs: DecodeInputs, cache: Cache) -> str | None:
-    if reason := plans.refusal(plans.ADAPTERS, inputs, cache):
+    if reason := adapters.refusal(adapters.ADAPTERS, inputs, cache):
         return reason
-    adapter = plans.ADAPTERS[type(inputs)](inputs, cache)
+    adapter = adapters.ADAPTERS[type(inputs)](inputs, cache)
     queries = f"for {adapter.plan.columns} queries"
     if not plans.slots(adapter.plan, adapter.tile_kv):
         return f"has no shared memory {queries} on {len(adapter.plan.keys)} slabs of keys"

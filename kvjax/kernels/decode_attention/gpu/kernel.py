@@ -1,4 +1,4 @@
-"""The Mosaic GPU decode kernel: one kernel body for every cache layout that has a plan (`plans`).
+"""The Mosaic GPU decode kernel: one kernel body for every cache layout that has an adapter.
 
 Grid (B, splits, head tiles). One program (`program`) is one warpgroup of 4 warps. It attends with
 the query heads of `plan.heads` KV heads (a head tile) of one sequence to the tokens of one split:

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from kvjax.cache import quantized
 from kvjax.kernels.decode_attention.cache_layouts import DecodeInputs, ResidualInputs
-from kvjax.kernels.decode_attention.gpu import attention, plans
+from kvjax.kernels.decode_attention.gpu import adapters, attention
 from kvjax.kernels.decode_attention.gpu.projections import (
     Projections,
     dispatch,
@@ -109,7 +109,7 @@ def into_cache(
       layer, counts_B, expand_KRH: see `prepare`.
     """
     B, _, N, H = inputs.query.shape
-    adapter = plans.ADAPTERS[type(inputs)](inputs, layer)
+    adapter = adapters.ADAPTERS[type(inputs)](inputs, layer)
     sizes = Sizes(
         N=N,
         K=len(expand_KRH) if expand_KRH is not None else layer["base_key"].shape[1],

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from kvjax.cache import quantized
 from kvjax.kernels.decode_attention.cache_layouts import DecodeInputs
-from kvjax.kernels.decode_attention.gpu import attention, plans
+from kvjax.kernels.decode_attention.gpu import adapters, attention
 from kvjax.kernels.decode_attention.gpu.projections import (
     COLUMN,
     Projections,
@@ -83,7 +83,7 @@ def refusal(sizes: Sizes, layer: Mapping[str, jax.Array], dtype: jnp.dtype) -> s
 
 def columns(inputs: DecodeInputs, layer: Mapping[str, jax.Array]) -> int:
     """Returns the columns of queries that `kernel` reads."""
-    return plans.ADAPTERS[type(inputs)](inputs, layer).plan.columns
+    return adapters.ADAPTERS[type(inputs)](inputs, layer).plan.columns
 
 
 def into_cache(

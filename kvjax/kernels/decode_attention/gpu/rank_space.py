@@ -14,7 +14,7 @@ with E padded to 64. No key is rebuilt, and the tensor cores do all work that gr
 
 FLOPs per head and cached token, H = 128 and R = 64: 2 R · 64 for the coefficients, 2 · 64 for their
 sum with the table, and R H (3 + 2 · 64) per split, in all 9,368 with splits of 1,024 tokens. The
-padding of other products' columns to 8 comes on top (`plans.COLUMNS`).
+padding of other products' columns to 8 comes on top (`adapters.COLUMNS`).
 """
 
 from collections.abc import Mapping

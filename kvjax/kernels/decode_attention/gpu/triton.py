@@ -45,8 +45,9 @@ from kvjax.kernels.decode_attention.cache_layouts import (
     ResidualInputs,
     rotating,
 )
-from kvjax.kernels.decode_attention.gpu import plans
-from kvjax.kernels.decode_attention.gpu.plans import Cache, Plan
+from kvjax.kernels.decode_attention.gpu import adapters, plans
+from kvjax.kernels.decode_attention.gpu.adapters import Cache
+from kvjax.kernels.decode_attention.gpu.plans import Plan
 from kvjax.kernels.decode_attention.gpu.ring import ROWS, Slab
 from kvjax.layers import rope
 
@@ -62,7 +63,7 @@ _MASKED = -1e30  # finite: a row of -inf alone would give NaN; exp2 of it is 0
 _LOG2E = math.log2(math.e)
 
 
-class Folded(plans.Rotating):
+class Folded(adapters.Rotating):
     """Queries under RoPE that are folded once per step instead of in each program."""
 
     def rotated_arrays(self, split: int, dtype: jnp.dtype) -> dict[str, jax.Array]:
@@ -79,21 +80,21 @@ class Folded(plans.Rotating):
         real = cosine_1FE * cos_XF1 - sine_1FE * sin_XF1
         basis_XHE = jnp.concatenate([real, -(cosine_1FE * sin_XF1 + sine_1FE * cos_XF1)], axis=1)
         return dict(
-            folded=plans.pad_halves(self.by_slab(folded), axis=-1).astype(dtype),
-            basis=plans.pad_halves(basis_XHE, axis=1).astype(dtype),
+            folded=adapters.pad_halves(self.by_slab(folded), axis=-1).astype(dtype),
+            basis=adapters.pad_halves(basis_XHE, axis=1).astype(dtype),
             table=jnp.asarray(table_Es, jnp.float32),
         )
 
 
-class _Residual(Folded, plans.ResidualAdapter):
+class _Residual(Folded, adapters.ResidualAdapter):
     most_columns = 2  # a program's rank queries and sums stay in registers
 
 
-class _Factored(Folded, plans.FactoredAdapter):
+class _Factored(Folded, adapters.FactoredAdapter):
     pass
 
 
-ADAPTERS = plans.ADAPTERS | {ResidualInputs: _Residual, FactoredInputs: _Factored}
+ADAPTERS = adapters.ADAPTERS | {ResidualInputs: _Residual, FactoredInputs: _Factored}
 
 
 @functools.partial(
@@ -330,7 +331,7 @@ def _multiprocessors() -> int:
 
 def refusal(inputs: DecodeInputs, cache: Cache) -> str | None:
     """Returns why the kernel does not take the inputs, or None."""
-    if reason := plans.refusal(ADAPTERS, inputs, cache):
+    if reason := adapters.refusal(ADAPTERS, inputs, cache):
         return reason
     plan = ADAPTERS[type(inputs)](inputs, cache).plan
     if _sums(plan) > _MOST_SUMS:
