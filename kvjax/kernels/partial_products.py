@@ -1,10 +1,10 @@
 """Products with few rows on a GPU, as partial sums that the kernel which reads them adds up.
 
-One row per sequence has too few outputs to fill a GPU, so XLA splits the inner axis of a product
-among programs, and adds their partial sums in another program. A residual sum and a norm are two
-more. Here `partial_products` is the product without the addition, and `add_norm` adds partial sums
-and the residual and norms the result: two programs instead of four. The decode kernel `prepare`
-(`decode_attention/gpu/prepare.py`) adds those of the projections.
+One row per sequence has too few outputs to fill a GPU, so XLA splits the inner axis of a product,
+and adds the partial sums and the residual stream in a second kernel; the norm is a third. Here
+`partial_products` is the product without the addition, and `add_norm` does all the rest: two
+kernels instead of three. Partial sums of projections are added by `prepare` and `prepare_latent`
+(`decode_attention/gpu`).
 """
 
 import functools
@@ -15,9 +15,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-# A product has at least this many partial sums per row, so that programs of 16 outputs are more
-# than a thousand, seven or more for each multiprocessor of an H200.
-_LEAST = 16_384
+# The inner axis is halved until a product of up to 16 rows has this many partial sums per row (a
+# thousand programs of 16 each, seven for each multiprocessor of an H200), or as often as pieces are
+# multiples of 64 channels, at most four times.
+_PARTIAL_SUMS = 16_384
+_ROWS = 16  # of a program
 _THREADS = 128  # of a warpgroup
 _PIECE = 8 * _THREADS  # channels at a time: their partial sums are loaded together
 
@@ -25,15 +27,15 @@ _PIECE = 8 * _THREADS  # channels at a time: their partial sums are loaded toget
 def partial_products(x_BK: jax.Array, w_KE: jax.Array) -> jax.Array:
     """Returns float32 [P, B, E] whose sum over P is the product of x and w."""
     B, K = x_BK.shape
-    P = _parts(K, w_KE.shape[1])
+    P = _parts(K, -(-B // _ROWS) * w_KE.shape[1])
     x_BPk, w_PkE = x_BK.reshape(B, P, -1), w_KE.reshape(P, K // P, -1)
     return jnp.einsum("BPk,PkE->PBE", x_BPk, w_PkE, preferred_element_type=jnp.float32)
 
 
-def _parts(K: int, E: int) -> int:
-    """Returns the number of pieces of the inner axis, each a multiple of 64 channels."""
+def _parts(K: int, outputs: int) -> int:
+    """Returns the number of pieces of the inner axis, of K channels."""
     allowed = [P for P in (1, 2, 4, 8, 16) if K % (64 * P) == 0] or [1]
-    return next((P for P in allowed if P * E >= _LEAST), allowed[-1])
+    return next((P for P in allowed if P * outputs >= _PARTIAL_SUMS), allowed[-1])
 
 
 @functools.partial(jax.jit, static_argnames=("epsilon", "interpret"))

@@ -1,10 +1,11 @@
 """A block's decode step whose kernels add partial products, for one token per sequence on Hopper.
 
-    x, h = add_norm(x, partial products of the last block's MLP)
+    x, h = add_norm(x, partial products of the previous block's MLP)
     x, h = add_norm(x, partial products of attention(h) and W_out)
     partial products of the MLP's hidden activations of h and W_down, for the next block
 
-Each product, addition and norm is rounded as in `Block.decode`; partial sums are added in float32.
+Blocks must be x + f(norm(x)) with RMSNorm, without gains and biases. Each product, addition and
+norm is rounded as in `Block.decode`; partial sums are added in float32.
 """
 
 import jax
@@ -19,18 +20,20 @@ def takes(blocks: list[Block], x_BTD: jax.Array, implementation: str | None) -> 
     """Returns True if the kernels take these blocks and inputs.
 
     Args:
-      blocks: of a decoder. Only blocks with packed projections are on one GPU (`decoder.packs`).
+      blocks: of a decoder. Packed projections are whole on every GPU (`decoder.packs`).
       x_BTD: input of the first block, or its shape.
       implementation: of `Attention.decode`.
     """
     T, D = x_BTD.shape[1:]
     fits = T == 1 and D % 128 == 0 and x_BTD.dtype == jnp.bfloat16
     fits = fits and not jax.config.jax_enable_x64 and all(map(_is_plain, blocks))
-    if not fits or implementation == "xla":
+    if not fits or implementation not in (None, "gpu"):
         return False
     from kvjax.kernels.decode_attention.gpu import attention  # when called, see `api`
 
-    return implementation == "gpu" or attention.capability() == 9
+    capability = attention.capability()
+    in_interpreter = capability is None and implementation == "gpu"
+    return capability == 9 or in_interpreter
 
 
 def _is_plain(block: Block) -> bool:
@@ -57,7 +60,7 @@ def decode(
     """Applies a block to one token per sequence.
 
     Args:
-      x_BD: residual stream before the last block's MLP, or the embedding.
+      x_BD: residual stream before the previous block's MLP, or the embedding.
       partials_PBD: partial products of that MLP; None: this is the first block.
       positions, layer, counts_B, options: see `Attention.decode`.
 

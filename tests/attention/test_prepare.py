@@ -1,6 +1,7 @@
 """A layer whose tokens the GPU's `prepare` appends decodes as one that XLA computes."""
 
 import functools
+import re
 
 from flax import nnx
 import jax
@@ -34,17 +35,17 @@ COUNTS = np.array([1, 1, 1, 0], np.int32)
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    """Interprets the kernels, and returns the calls of `prepare`."""
-    calls, add_norm = [], functools.partial(partial_products.add_norm, interpret=INTERPRET)
+    """Interprets the kernels, and returns the names of those called, but for attention's."""
+    calls = []
 
-    def noted(prepare, *args, **options):
-        calls.append(options)
-        return prepare(*args, **options, interpret=INTERPRET)
+    def noted(name, kernel, *args, **options):
+        calls.append(name)
+        return kernel(*args, **options, interpret=INTERPRET)
 
-    for module in (prepare, prepare_latent):
-        monkeypatch.setattr(module, "prepare", functools.partial(noted, module.prepare))
+    kernels = (prepare, "prepare"), (prepare_latent, "prepare"), (partial_products, "add_norm")
+    for module, name in kernels:
+        monkeypatch.setattr(module, name, functools.partial(noted, name, getattr(module, name)))
     attend = functools.partial(gpu.decode_attention, interpret=INTERPRET)
-    monkeypatch.setattr(partial_products, "add_norm", add_norm)
     monkeypatch.setitem(api.IMPLEMENTATIONS, "gpu", attend)
     return calls
 
@@ -55,7 +56,7 @@ def _grouped(N, K, J, H, Hv, **options):
 
 
 def _mla(**options):
-    dims = dict(latent_dim=384, rope_key_dim=64, key_dim=64, value_dim=64)
+    dims = dict(latent_dim=384, rope_key_dim=64, key_dim=128, value_dim=64)
     return MLAConfig(num_heads=3, **dims, **options)
 
 
@@ -103,7 +104,7 @@ def test_a_prepared_token_equals_the_models(interpreted, randomise, config, base
     expected, expected_layer = decode(False, "xla")
     assert not interpreted
     y_B1D, found_layer = decode(True, "gpu")
-    assert len(interpreted) == 1 and not agreement.races()
+    assert interpreted == ["prepare"] and not agreement.races()
     for name, array in found_layer.items():
         before, after = np.asarray(layer[name], float), np.asarray(array, float)
         exact = np.asarray(expected_layer[name], float)
@@ -118,11 +119,53 @@ def test_a_prepared_token_equals_the_models(interpreted, randomise, config, base
     assert np.abs(difference).max() < 2.0**-7 * np.abs(np.asarray(expected, float)).max()
 
 
+def _model_config(mechanism, **options):
+    block = BlockConfig(**dict(num_layers=2, d_model=D, mlp_dim=512) | options)
+    return TransformerConfig(block=block, mechanisms=(mechanism,) * 2, vocab_size=64)
+
+
+BLOCKS = {
+    "as it is": {},
+    "LayerNorm": dict(norm="layer"),
+    "gains": dict(norm_gain=True),
+    "norm after": dict(norm_after=True),
+    "norm of outputs": dict(norm_outputs=True),
+    "both norms": dict(norm_both=True),
+    "scaled": dict(residual_scale=0.5),
+    "biases": dict(bias=True),
+    "width": dict(d_model=192),
+    "attention's bias": {},
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_blocks_that_the_kernels_add_up(monkeypatch, name):
+    """Only plain blocks; in bfloat16, one token per sequence, on Hopper or by name."""
+    mechanism = _grouped(2, 1, 1, 128, 64, rank=0, bias=name == "attention's bias")
+    config = _model_config(mechanism, **BLOCKS[name])
+
+    def takes(capability, implementation, *, dtype=jnp.bfloat16, T=1, packed=True):
+        compute = Compute(dtype=jnp.dtype(dtype))
+        monkeypatch.setattr(gpu, "capability", lambda: capability)
+
+        def make():
+            return Decoder(Transformer(config, jax.random.key(0)), compute, packed=packed)
+
+        x_BTD = jax.ShapeDtypeStruct((2, T, config.block.d_model), dtype)
+        return fused_step.takes(nnx.eval_shape(make).layers, x_BTD, implementation)
+
+    plain = name == "as it is"
+    assert takes(9, None) == takes(9, "gpu") == takes(None, "gpu") == plain
+    if plain:
+        assert not any(takes(*of) for of in [(8, "gpu"), (8, None), (None, None), (9, "reference")])
+        assert not takes(9, None, dtype=jnp.float32) and not takes(9, None, T=2)
+        assert not takes(9, None, packed=False)
+
+
 def test_a_step_whose_kernels_add_partial_sums_equals_the_models(interpreted, randomise):
-    """Two blocks: `add_norm` after attention, between the blocks, and before the final norm."""
+    """Two blocks: `add_norm` after attention, and between the blocks."""
     mechanism = _grouped(2, 1, 1, 128, 64, rank=0)
-    block = BlockConfig(num_layers=2, d_model=D, mlp_dim=512)
-    config = TransformerConfig(block=block, mechanisms=(mechanism,) * 2, vocab_size=64)
+    config = _model_config(mechanism, norm_epsilon=0.1)
     model = randomise(lambda: Transformer(config, jax.random.key(0)), dtype=np.float32)[0]
     graph, weights = nnx.split(model)
     model = nnx.merge(graph, jax.tree.map(lambda w: jax.lax.reduce_precision(w, 8, 7), weights))
@@ -143,7 +186,8 @@ def test_a_step_whose_kernels_add_partial_sums_equals_the_models(interpreted, ra
 
     exact, rounded = activations(jnp.float32), activations(jnp.bfloat16)
     found = activations(jnp.bfloat16, packed=True, implementation="gpu")
-    assert len(interpreted) == 2 * 2 and not agreement.races()
+    step = ["prepare", "add_norm", "add_norm", "prepare", "add_norm"]
+    assert interpreted == 2 * step and not agreement.races()
     assert np.std(found - exact) < 1.2 * np.std(rounded - exact)
     assert np.abs(found - exact).max() < 1.5 * np.abs(rounded - exact).max()
 
@@ -179,3 +223,21 @@ def test_compiles_in_place_without_spills(name):
     memory = program.memory_analysis()
     assert memory.alias_size_in_bytes == sum(x.size * x.dtype.itemsize for x in layer.values())
     assert memory.temp_size_in_bytes < 0.2 * memory.alias_size_in_bytes  # the splits' sums
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("D, K", [(768, 3072), (2304, 9216), (8192, 8192)])
+def test_add_norm_waits_before_it_loads(D, K):
+    pytest.importorskip("jax_cuda13_plugin")
+
+    def run(x_BD, h_BK, w_KD):
+        partials_PBD = partial_products.partial_products(h_BK, w_KD)
+        return partial_products.add_norm(x_BD, partials_PBD, epsilon=1e-6)
+
+    shapes = (4, D), (4, K), (K, D)
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    kernels, _ = gpu_static.compiled_kernels(run, *arguments)
+    figures, ptx = kernels["add_norm"]
+    assert figures["spill_bytes"] == 0
+    before, waits, _ = ptx.partition("griddepcontrol.wait")
+    assert waits and not re.findall(r"\bld\.(?!param|shared)", before)

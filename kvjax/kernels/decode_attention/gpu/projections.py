@@ -42,7 +42,7 @@ class Projections:
 
 
 def load(ref, *at, layout=COLUMN) -> jax.Array:
-    """Returns an array of 64 numbers in float32."""
+    """Returns an array [64] or [64, 64] in float32."""
     return plgpu.load(ref.at[at], layout=layout, optimized=False).astype(jnp.float32)
 
 
