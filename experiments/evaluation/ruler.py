@@ -74,7 +74,7 @@ def main(arguments: Sequence[str]) -> None:
     rows.sort(key=lambda row: row["task"])  # stable: models stay in order
     out = Output(options)
     out.table(_HEADER, map(_cells, rows))
-    record.record("ruler", dict(rows=rows), out, save=options.save)
+    record.record(options.name, dict(rows=rows), out, save=options.save)
 
 
 if __name__ == "__main__":

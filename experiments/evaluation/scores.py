@@ -1,7 +1,8 @@
 """Scores of a model and its conversions, from the rows that evaluations stored.
 
     python -m kvjax.evaluate --workdir=runs/smollm2 --tasks=mmlu --data=FOLDER  # for each workdir
-    python -m experiments.evaluation.scores --workdirs=runs/smollm2,runs/smollm2_half [--save]
+    python -m experiments.evaluation.scores --workdirs=runs/smollm2,runs/smollm2_half
+        [--save] [--name=scores]
 
 Runs no model. Differences from the first model are paired by question, with the interval and the
 exact test of `kvjax.evaluate --compare`.
@@ -9,6 +10,7 @@ exact test of `kvjax.evaluate --compare`.
 
 import argparse
 from collections.abc import Sequence
+import re
 
 import jax.numpy as jnp
 
@@ -82,17 +84,20 @@ def parse(arguments: Sequence[str], description: str, result: str) -> argparse.N
     """Returns the options of a table of evaluated models.
 
     Args:
-      result: name of the file that --save writes.
+      result: default name of the file that --save writes.
     """
     parser = command_line.Parser(description)
     add = parser.add_argument
     add("--workdirs", default="", help="workdirs of models; the first is the reference")
-    add("--save", action="store_true", help=f"write experiments/results/{result}.json")
+    add("--save", action="store_true", help="write experiments/results/NAME.json")
+    add("--name", default=result, help=f"file name for --save ({result})")
     parser.add_output()
     options = parser.parse(arguments)
     options.workdirs = [name.strip() for name in options.workdirs.split(",") if name.strip()]
     if not options.workdirs:
         raise UserError("--workdirs is missing: give workdirs that kvjax.evaluate was run on")
+    if not re.fullmatch(r"\w+", options.name):
+        raise UserError(f"--name={options.name!r}: must have letters, digits and _ alone")
     record.check(options.save)
     return options
 
@@ -106,7 +111,7 @@ def main(arguments: Sequence[str]) -> None:
         rows += rows_of(name, evaluated, None if evaluated is evaluations[0] else evaluations[0])
     out = Output(options)
     out.table(_HEADER, map(_cells, rows))
-    record.record("scores", dict(rows=rows), out, save=options.save)
+    record.record(options.name, dict(rows=rows), out, save=options.save)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ def pair(tmp_path, monkeypatch):
 
 
 def test_each_task_of_each_model_beside_the_first(pair, capsys):
-    assert command_line.status(scores.main, [pair, "--json", "--save"]) == 0
+    assert command_line.status(scores.main, [pair, "--json", "--save", "--name=two"]) == 0
     found = json.loads(capsys.readouterr().out)["rows"]
     assert [(r["workdir"], r["task"], r["right"], r["rows"]) for r in found] == [
         ("first", "mmlu", 3, 4),
@@ -39,7 +39,7 @@ def test_each_task_of_each_model_beside_the_first(pair, capsys):
     assert "against_first" not in found[0] and found[2]["against_first"]["value"] == -0.5
     assert found[0]["score"]["low"] > 0.2 and found[1]["score"]["high"] < 0.4
     assert found[0]["cache_bytes"] > 0
-    saved = json.loads((record.RESULTS / "scores.json").read_text())
+    saved = json.loads((record.RESULTS / "two.json").read_text())
     assert saved["rows"] == found
 
 
