@@ -109,7 +109,9 @@ def family_of(c: PublishedConfig) -> Family:
     for key in ("quantization_config", "quantization"):  # transformers' name, MLX's name
         if key in c.values:
             raise c.error(key, f"{quantised} in bfloat16 first")
-    if "AutoModelForCausalLM" in c.section("auto_map"):
+    # Phi-3 names a copy of transformers' own class.
+    own_class = c.section("auto_map").get("AutoModelForCausalLM")
+    if own_class is not None and str(own_class).rpartition(".")[2] != FAMILIES[kind].class_name:
         raise c.error("auto_map", f"the model needs its own code: it is not a {kind}")
     family = FAMILIES[kind]
     for key in c.values:

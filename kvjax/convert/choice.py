@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 import copy
 import dataclasses
+import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -59,7 +60,11 @@ def check(options: argparse.Namespace, source: LazyModel) -> None:
     Reads no text.
     """
     if options.method == "auto":
-        return  # methods that do not apply are left out
+        refusals = _refusals(options, source)
+        if len(refusals) == len(options_lib.FITTED):
+            reasons = "; ".join(f"{name}: {error}" for name, error in refusals.items())
+            raise UserError(f"--method=auto: no method applies: {reasons}")
+        return
     method, config = _make_method(options, source), source.transformer
     if isinstance(method, LatentAttention) and options.rank is None:
         method = next(_latent_sizes(options, source, method))
@@ -71,6 +76,24 @@ def check(options: argparse.Namespace, source: LazyModel) -> None:
             budget.check_smaller(mechanism, kind, method, DTYPE, "rank")
     elif not isinstance(method, (LatentAttention, PooledHeads)):
         _rank_choices(options, method, source)
+
+
+def _refusals(options, source: LazyModel) -> dict[str, UserError]:
+    """Returns why methods that "auto" compares do not apply, by name."""
+    refusals = {}
+    for name in options_lib.FITTED:
+        try:
+            check(_with_method(options, name), source)
+        except UserError as error:
+            refusals[name] = error
+    return refusals
+
+
+def _with_method(options: argparse.Namespace, name: str) -> argparse.Namespace:
+    own = copy.copy(options)
+    own.method = name
+    options_lib.fill_method(own)
+    return own
 
 
 def choose(
@@ -97,12 +120,12 @@ def _best(options, source: LazyModel, moments, rows_BT: np.ndarray, long_BT: np.
     compared_BT = long_BT[: max(1, _COMPARED_TOKENS // long_BT.shape[1])]
     regressing_BT = rows_BT[:, :-1] if options.refit else None
 
-    best, lowest, compared = None, np.inf, []
+    best, lowest, compared, refusals = None, np.inf, [], _refusals(options, source)
     for name in options_lib.FITTED:
-        own = copy.copy(options)
-        own.method = name
-        options_lib.fill_method(own)
         try:
+            if name in refusals:
+                raise refusals[name]
+            own = _with_method(options, name)
             methods = _by_layer(own, source, moments, rows_BT, long_BT)
             model = refit.converted_model(source, methods, moments, regressing_BT)
             measured = perplexity.perplexity(model, compared_BT)
@@ -180,7 +203,8 @@ def _latent_sizes(options, source: LazyModel, method: LatentAttention) -> Iterat
     found = 0
     for width in widths:
         rank = min(elements - width, method.max_rank(mechanism))
-        rank -= rank % options.multiple if rank >= options.multiple else rank % 2
+        step = math.lcm(options.multiple, 2)  # a latent's channels are even
+        rank -= rank % step if rank >= step else rank % 2
         if rank >= 2 and width % 2 == 0:
             found += 1
             yield dataclasses.replace(method, rope_dim=width, rank=rank)

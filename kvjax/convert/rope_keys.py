@@ -83,6 +83,11 @@ def _scaling(scaling: PublishedConfig, kind: str) -> dict:
     """Returns BlockConfig's keys of a RoPE scaling."""
     if kind == "default":
         return {}
+    for name in _MSCALES:
+        if name in scaling.values:
+            if kind == "yarn":
+                raise scaling.error(name, "is not read: give attention_factor, which it determines")
+            raise scaling.error(name, f"multiplies the logits: not supported with {kind!r}")
     factor = scaling.number("factor")
     if kind == "linear":
         return dict(rope_factor=factor, rope_scaling=kind) if factor != 1 else {}
@@ -94,9 +99,6 @@ def _scaling(scaling: PublishedConfig, kind: str) -> dict:
     if kind == "llama3":
         low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
         return keys | dict(rope_low=low, rope_high=high)
-    for name in _MSCALES:
-        if name in scaling.values:
-            raise scaling.error(name, "is not read: give attention_factor, which it determines")
     attention_factor = scaling.number("attention_factor", _attention_factor(factor))
     if factor == attention_factor == 1:
         return {}
@@ -204,6 +206,12 @@ def _read_by_type(
     keys = read(c, base=base)
     if not has_window:
         return keys
+    if local is not None and local_key in c.values and c.number(local_key) != local:
+        raise c.error(
+            local_key,
+            f"contradicts rope_parameters.{windows.SLIDING}.rope_theta = {local:g}: keep the one "
+            "that the model was trained with",
+        )
     if local is None and local_key:
         local = c.number(local_key, local_base)
     elif local is None:

@@ -41,7 +41,7 @@ CONFIG = "config.json"
 _INDEX = "model.safetensors.index.json"
 # A model's files are in the repository's top folder.
 _MODEL_FILES = ("*.json", "*.jinja", "*.safetensors", "tokenizer.model")
-_SUBFOLDERS = "*/*"
+_UNREAD = ["*/*", "consolidated*.safetensors"]  # the latter: a copy in Mistral's own format
 _WORDS = dict(model="model", dataset="data set")
 
 
@@ -140,7 +140,7 @@ def model(key: str, text: str) -> epath.Path:
                 **name.repository_id,
                 revision=commit,
                 allow_patterns=[*_MODEL_FILES],
-                ignore_patterns=[_SUBFOLDERS],
+                ignore_patterns=_UNREAD,
             )
     folder = name.folder / "snapshots" / commit
     missing = _missing(folder) if offline else ()

@@ -298,6 +298,7 @@ REFUSED = [
     (LLAMA, dict(quantization_config=dict(bits=4)), "weights are quantised"),
     (LLAMA, dict(quantization=dict(bits=4)), "weights are quantised"),
     (LLAMA, dict(auto_map=dict(AutoModelForCausalLM="x.Y")), "the model needs its own code"),
+    (LLAMA, dict(auto_map=dict(AutoModelForCausalLM="m.LlamaX")), "the model needs its own code"),
     (LLAMA, dict(hidden_size=None), "hidden_size is missing"),
     (LLAMA, dict(hidden_size="8"), "hidden_size = '8' is a str; it must be <class 'int'>"),
     (LLAMA, dict(hidden_size=0), "hidden_size = 0: must be at least 1"),
@@ -309,6 +310,12 @@ REFUSED = [
     (LLAMA, dict(rope_scaling=dict(type="dynamic", factor=2.0)), "rope_scaling.type = 'dynamic': "),
     (LLAMA, dict(rope_scaling=dict(type="linear")), "rope_scaling.factor is missing"),
     (LLAMA, dict(rope_scaling=YARN | dict(mscale=1.0)), "rope_scaling.mscale = 1.0: is not read"),
+    (
+        GEMMA3 | dict(sliding_window_pattern=2),
+        dict(rope_parameters={FULL: ROPE, SLIDING: ROPE}, rope_local_base_freq=5.0),
+        "rope_local_base_freq = 5.0: contradicts rope_parameters.sliding_attention.rope_theta = 9",
+    ),
+    (LLAMA, dict(rope_scaling=LINEAR | dict(mscale_all_dim=1.0)), "multiplies the logits: not sup"),
     (LLAMA, dict(rope_scaling=YARN | dict(truncate=False)), "truncate is unknown, and may change"),
     (LLAMA, dict(rope_scaling=dict(factor=8.0)), "rope_scaling.rope_type is missing, which defin"),
     (LLAMA, dict(rope_parameters=dict(rope_theta=1.0, factor=8.0)), "rope_parameters.rope_type is"),
@@ -420,7 +427,8 @@ REAL = {
     "Phi 3, Phi 4": PHI3
     | GATED
     | dict(original_max_position_embeddings=4096, sliding_window=2047, resid_pdrop=0.0)
-    | dict(auto_map=dict(AutoConfig="configuration_phi3.Phi3Config"), attention_bias=False),
+    | dict(auto_map=dict(AutoConfig="c.Phi3Config", AutoModelForCausalLM="m.Phi3ForCausalLM"))
+    | dict(attention_bias=False),
     "SmolLM 3": SMOLLM3
     | GATED
     | dict(layer_types=[FULL] * 2, no_rope_layer_interval=4, no_rope_layers=[1, 0])

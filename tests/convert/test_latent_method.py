@@ -269,12 +269,12 @@ def test_one_row_is_too_few_to_refit(run, imported, text, tmp_path):
     assert status == 2 and "--refit: needs two rows of calibration text" in errors
 
 
-AUTO = [("llama", "0.5"), ("qwen2", "0.75")]
+AUTO = [("llama", "0.5"), ("qwen2", "0.75"), ("gpt2", "0.5")]
 
 
 @pytest.mark.parametrize("source, cache", quick.only(AUTO[:1], AUTO))
 def test_auto_takes_the_least_perplexity(run, imported, text, tmp_path, source, cache):
-    """Every method is tried within the budget; the workdir has the best one's cache."""
+    """Methods that apply are tried within the budget; the workdir has the best one's cache."""
     out = tmp_path / "out"
     options = [f"--source={imported(source)}", f"--out={out}", "--row_length=16", "--json"]
     options += [f"--calibrate={text}", "--calibrate_tokens=256", f"--evaluate={text}"]
@@ -283,10 +283,31 @@ def test_auto_takes_the_least_perplexity(run, imported, text, tmp_path, source, 
     assert status == 0, errors
     result = json.loads(printed)
     compared = result["compared"]
-    assert {name.partition(":")[0] for name in compared} == {"thin_keys", "lrkv", "mla", "gqa"}
+    tried = {name.partition(":")[0] for name in compared}
+    if source == "gpt2":
+        assert tried == {"thin_keys", "lrkv", "gqa"}
+        assert "--method=mla is left out: " in errors and "RoPE" in errors
+    else:
+        assert tried == {"thin_keys", "lrkv", "mla", "gqa"}
     sizes = result["cache_bytes_per_token"]
     assert sizes["after"] <= float(cache) * sizes["before"]
     best = min(compared, key=compared.get).partition(":")[0]
     kinds = {"thin_keys": "factored", "lrkv": "grouped", "mla": "mla", "gqa": "grouped"}
     section = model_lib.attention_section(trained.load(out).model.config)
     assert section["kind"] == kinds[best]
+
+
+@pytest.mark.parametrize(
+    "source, cache, reasons",
+    [
+        ("llama", "0.001", ["mla: --cache=0.001: leaves 0 elements", "gqa: --cache=0.001: one KV"]),
+        ("olmo2", "0.5", ["thin_keys: ", "lrkv: ", "mla: ", "gqa: "]),
+    ],
+)
+def test_auto_refuses_at_once_what_no_method_reaches(
+    run, imported, tmp_path, source, cache, reasons
+):
+    options = [f"--source={imported(source)}", f"--out={tmp_path / 'out'}", "--method=auto"]
+    status, _, errors = run(*options, f"--cache={cache}")
+    assert status == 2 and "--method=auto: no method applies" in errors
+    assert all(reason in errors for reason in reasons) and "calibrating" not in errors

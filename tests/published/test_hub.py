@@ -59,7 +59,13 @@ def in_cache(cache, source, *, kind="model", name="owner/tiny.1", main=COMMIT):
 def repository(tmp_path):
     """A model's repository, with much beside what kvjax reads."""
     folder = shutil.copytree(MODEL, tmp_path / "repository")
-    for other in ("README.md", "pytorch_model.bin", "original/a.safetensors", "onnx/b.json"):
+    for other in (
+        "README.md",
+        "pytorch_model.bin",
+        "original/a.safetensors",
+        "consolidated.safetensors",
+        "onnx/b.json",
+    ):
         (folder / other).parent.mkdir(exist_ok=True)
         (folder / other).write_text("no weights")
     return folder
