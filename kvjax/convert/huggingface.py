@@ -11,6 +11,7 @@ import json
 import numpy as np
 import tokenizers
 
+from kvjax.conversation.template import Template
 from kvjax.convert import rules as rules_lib, tokens as tokens_lib
 from kvjax.convert.architectures import FAMILIES
 from kvjax.convert.dense import DenseModel
@@ -62,6 +63,12 @@ def files(model: LazyModel, config: dict, class_name: str, dtype: str) -> dict[s
       dtype: safetensors' name of the tensors' dtype.
     """
     texts, ids = _tokens(model)
+    generation = model.token_files.get(origin.GENERATION_CONFIG)
+    if unlisted := _unlisted_ends(model):
+        listed = ids.get("eos")
+        listed = listed if isinstance(listed, list) else [] if listed is None else [listed]
+        ids["eos"] = listed + unlisted
+        generation = generation and dict(generation, eos_token_id=ids["eos"])
     config = config | dict(
         architectures=[class_name],
         dtype=DTYPES[dtype],
@@ -79,8 +86,8 @@ def files(model: LazyModel, config: dict, class_name: str, dtype: str) -> dict[s
     if model.chat_template is not None:
         about["chat_template"] = model.chat_template
     trees = {"config.json": config, origin.TOKENIZER_CONFIG: about}
-    if origin.GENERATION_CONFIG in model.token_files:
-        trees[origin.GENERATION_CONFIG] = model.token_files[origin.GENERATION_CONFIG]
+    if generation is not None:
+        trees[origin.GENERATION_CONFIG] = generation
     contents = {name: json.dumps(tree, indent=2) + "\n" for name, tree in trees.items()}
     return contents | {manifest.TOKENIZER: _tokenizer(model.tokenizer_json, texts["bos"])}
 
@@ -187,6 +194,22 @@ def _tokens(model: LazyModel) -> tuple[dict[str, str | None], dict[str, int | li
         if listed := origin.token_ids(model.token_files, kind, size):
             ids[kind] = listed if len(listed) > 1 else listed[0]
     return texts, ids
+
+
+def _unlisted_ends(model: LazyModel) -> list[int]:
+    """Returns the token that ends a turn of the chat template, if no file lists it as an end.
+
+    Other engines stop at listed ends alone, and would go on after an answer.
+    """
+    if model.chat_template is None:
+        return []
+    tokenizer = tokenizer_lib.from_json(model.tokenizer_json, "the model's tokenizer")
+    known = origin.token_ids(model.token_files, "eos", model.transformer.vocab_size)
+    try:
+        template = Template(tokenizer, model.chat_template, model.token_files)
+    except UserError:  # an invalid template: reported when it is used
+        return []
+    return [end for end in template.tokenizer.ends if end not in {*tokenizer.ends, *known}]
 
 
 def _document_tokens(tokenizer_json: str) -> tuple[Token, Token]:

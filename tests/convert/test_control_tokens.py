@@ -134,6 +134,10 @@ def test_control_tokens_of_a_workdir(published_as, tmp_path):
     workdirs.export(workdir, tmp_path / "out", "--format=huggingface")
     added = json.loads((tmp_path / "out/tokenizer.json").read_text())["added_tokens"]
     assert [token["special"] for token in added] == [True, False, False]  # as the source has them
+    # Other engines stop at these tokens alone: the template's end of a turn is one of them.
+    for name in ("config.json", "generation_config.json"):
+        stops = json.loads((tmp_path / "out" / name).read_text())["eos_token_id"]
+        assert stops == [256, 258], name
     # A broken template is reported when it is used.
     (workdir / "chat_template.jinja").write_text("{% for %}")
     assert trained.find(workdir).tokenizer.ends == (256,)
