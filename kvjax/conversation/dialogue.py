@@ -36,6 +36,9 @@ class Dialogue(Protocol):
           DataError: roles that do not alternate, content that is not text.
         """
 
+    def begun(self, messages: Sequence[Mapping], answer: str) -> list[int]:
+        """Returns the ids of a prompt with the start of its answer, which generation continues."""
+
 
 class NativeDialogue:
     """nanochat's format, see `kvjax.conversation.render`.
@@ -56,6 +59,9 @@ class NativeDialogue:
     def prompt(self, messages: Sequence[Mapping], place: str = "conversation") -> render.Rendered:
         return self._renderer.prompt(list(messages), limit=self._limit, place=place)
 
+    def begun(self, messages: Sequence[Mapping], answer: str) -> list[int]:
+        return [*self.prompt(messages).ids, *self.tokenizer.encode(answer, "inside")]
+
 
 class PlainDialogue:
     """Refuses conversations, for base models; texts end like the tokenizer's documents."""
@@ -70,6 +76,9 @@ class PlainDialogue:
 
     def prompt(self, messages: Sequence[Mapping], place: str = "conversation") -> render.Rendered:
         raise UserError(f"{place}: the model knows no conversations")
+
+    def begun(self, messages: Sequence[Mapping], answer: str) -> list[int]:
+        return self.prompt(messages).ids
 
 
 class TemplatedDialogue:
@@ -91,6 +100,12 @@ class TemplatedDialogue:
                 raise UserError(f"{place}, message {i}: content must be text for this model")
         ids = self._template.encode(self._template.render(messages))
         return render.Rendered(ids, [0] * len(ids))
+
+    def begun(self, messages: Sequence[Mapping], answer: str) -> list[int]:
+        # By the template: whether a blank precedes an answer depends on it.
+        begun = [*messages, dict(role="assistant", content=answer)]
+        options = dict(add_generation_prompt=False, continue_final_message=True)
+        return self._template.encode(self._template.render(begun, **options))
 
 
 def make(

@@ -225,8 +225,7 @@ def prompt(dialogue: Dialogue, sample: Sample) -> list[int]:
     tokenizer = dialogue.tokenizer
     if not dialogue.name:
         return [tokenizer.bos_id, *tokenizer.encode(sample.text + sample.prefix)]
-    rendered = dialogue.prompt([dict(role="user", content=sample.text)])
-    return [*rendered.ids, *tokenizer.encode(sample.prefix.lstrip(), "inside")]
+    return dialogue.begun([dict(role="user", content=sample.text)], sample.prefix.strip())
 
 
 def ask(model: BenchmarkModel, ruler_set: RulerSet, indices: Sequence[int]) -> list[dict[str, Any]]:

@@ -8,11 +8,13 @@ import re
 
 import pytest
 
-from kvjax.conversation.dialogue import PlainDialogue
+from kvjax.conversation.dialogue import PlainDialogue, TemplatedDialogue
+from kvjax.data import tokenizer
 from kvjax.evaluate import __main__ as evaluate, ruler, ruler_materials, ruler_tasks
 from kvjax.evaluate.letters import prompt_hash
 from kvjax.foundation import command_line, progress, runtime
 from kvjax.foundation.errors import UserError
+from tests import sentencepiece_files
 from tests.conversation import workdirs
 from tests.evaluate import oracles
 
@@ -46,6 +48,21 @@ QUESTIONS = {  # by task, a file of its form
         for i in range(3)
     ],
 }
+
+
+@pytest.mark.parametrize("blank", ["", " "])
+def test_answers_begin_as_the_template_writes_them(blank):
+    """With Llama 2's form, an answer's first word follows [/INST] after a blank."""
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+        f"{{% else %}}{{{{ '{blank}' + m.content + eos_token }}}}{{% endif %}}{{% endfor %}}"
+    )
+    made = tokenizer.from_json(sentencepiece_files.backend("metaspace").to_str(), "Llama 2")
+    names = {"tokenizer_config.json": dict(bos_token="<s>", eos_token="</s>")}
+    dialogue = TemplatedDialogue(made, template, names)
+    ids = ruler.prompt(dialogue, ruler_tasks.Sample("the cat", " the end", ("x",)))
+    whole = dialogue.tokenizer.encode(f"[INST] the cat [/INST]{blank}the end")
+    assert ids == whole and f"[/INST]{blank}the" in dialogue.tokenizer.decode(ids)
 
 
 @pytest.fixture(scope="module")
