@@ -144,13 +144,13 @@ def quality(
     """Returns a row per cache; the first, in float32, is what others are compared with."""
     loaded = trained.load(workdir, dtype="float32")
     tokens_BT = held_out(workdir, positions, rows)
-    num_bytes = loaded.tokenizer.token_bytes()[tokens_BT[:, 1:]].sum()
+    bytes_BT = loaded.tokenizer.token_bytes()[tokens_BT[:, 1:]]  # 0: a special token, not counted
     results, wide = [], None
     for cache in caches:
         compute = dataclasses.replace(loaded.compute, cache_bits=quantized.bits_of(cache.dtype))
         nats, greedy = scores(loaded.model, compute, tokens_BT, cache)
         wide = greedy if wide is None else wide
-        bits_per_byte = float(nats.sum() / np.log(2) / num_bytes)
+        bits_per_byte = float(nats[bytes_BT > 0].sum() / np.log(2) / bytes_BT.sum())
         first = results[0]["bits_per_byte"] if results else bits_per_byte
         with _only(cache):
             bytes_per_token = formulas.cache_bytes_per_token(
@@ -204,6 +204,14 @@ def step_times(workdir: epath.Path, length: int, repeats: int) -> dict[str, floa
     return {name: statistics.median(each) for name, each in times.items()}
 
 
+def _check(options: runner.Options) -> None:
+    """Raises a UserError for a run that is not there or cannot have these caches."""
+    for name in options.workdir:
+        mechanisms = trained.find(name).experiment.model.mechanisms
+        for bits in quantized.BITS.values():
+            quantized.check(mechanisms, bits)
+
+
 def _measure(options: runner.Options) -> dict:
     result = dict(quality=[], steps=[], length=options.length)
     with progress.waiting("reading held-out text through caches") as doing:
@@ -252,6 +260,7 @@ main = runner.benchmark(
     ),
     _measure,
     _show,
+    check=_check,
 )
 
 if __name__ == "__main__":

@@ -110,13 +110,14 @@ def rows(finished: FinishedRuns) -> dict[str, list[dict]]:
     return dict(rows=sorted(whole, key=lambda r: -r["cache_bytes"]), parts=parts)
 
 
-_HEADER = ("mechanism", "cache", "cache bytes per token", "seeds", "bits per byte")
+_HEADER = ("config", "mechanism", "cache", "cache bytes per token", "seeds", "bits per byte")
 _HEADER += ("worse than float32", "against MHA", "same greedy token")
-_PARTS_HEADER = ("mechanism", "basis", "seeds", "keys in int4", "values in int4")
+_PARTS_HEADER = ("config", "mechanism", "basis", "seeds", "keys in int4", "values in int4")
 
 
 def _cells(r: Mapping) -> tuple:
     return (
+        r["mechanism"],
         r["kind"],
         _shown(r),
         f"{r['cache_bytes']:,}",
@@ -137,7 +138,7 @@ def _shown(r: Mapping) -> str:
 
 def _part_cells(r: Mapping) -> tuple:
     parts = (shown(r, part, "+.4f") for part in PARTS)
-    return (r["kind"], r["basis"] or "changed", r["seeds"], *parts)
+    return (r["mechanism"], r["kind"], r["basis"] or "changed", r["seeds"], *parts)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -1,5 +1,6 @@
 """Figures of studies of whole models: by position, by layer, by head and by task."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 import textwrap
 
@@ -167,9 +168,12 @@ def word_models(results: Mapping[str, Mapping]) -> Figure:
 def cache_bits(result: Mapping) -> Figure:
     """Draws bits per byte against cache bytes: a line per mechanism, through its precisions."""
     series: dict[str, dict[int, Estimate]] = {}
+    configs = {row["mechanism"]: row["kind"] for row in result["rows"]}
+    shared = {kind for kind, count in Counter(configs.values()).items() if count > 1}
     for row in result["rows"]:
-        value = Estimate(row["bpb"], row["bpb_half_interval"])
-        series.setdefault(row["kind"], {})[row["cache_bytes"]] = value
+        kind, value = row["kind"], Estimate(row["bpb"], row["bpb_half_interval"])
+        label = f"{kind} ({row['mechanism']})" if kind in shared else kind
+        series.setdefault(label, {})[row["cache_bytes"]] = value
     seeds = min(row["seeds"] for row in result["rows"])
     caption = "From right to left: not quantised (float32, bytes of bfloat16), int8, int4. Equal "
     caption += f"parameters, {seeds} seeds, 95 % intervals, {result['tokens'] / 1e6:.1f}M training "

@@ -48,11 +48,11 @@ class Setting:
         free = {d.name: methods.free_bytes(d, self.chips, weight_bytes) for d in self.on}
         whole = {name: row.cache_bytes(jnp.dtype(name), self.context) for name in DTYPES}
         if self.cache_dtype:
-            whole[self.cache_dtype] = _possible(row.cache_bytes, _BFLOAT16, self.context, bits)
+            whole[self.cache_dtype] = _possible(row.cache_bytes, dtype, self.context, bits)
         return dict(
             cache_bytes_per_token={name: row.cache_bytes(jnp.dtype(name)) for name in DTYPES}
             | {
-                name: _possible(row.cache_bytes, _BFLOAT16, 1, bits)
+                name: _possible(row.cache_bytes, dtype, 1, bits)
                 for name, bits in quantized.BITS.items()
             },
             cache_bytes=whole,

@@ -140,6 +140,7 @@ def _evaluate(options: argparse.Namespace, out: Output) -> None:
     quantized.bits_of(options.cache_dtype)
     runtime.start()
     saved = trained.find(runtime.workdir(options.workdir), step=options.step)
+    trained.compute_of(saved.experiment, options.dtype, options.cache_dtype)  # or refuses them
     folder = saved.workdir / rows.FOLDER / rows.folder_of(saved.step, options.cache_dtype)
     folder = runtime.folder("--out", options.out) if options.out else folder
     positions = max_positions(saved.experiment.model)
@@ -159,7 +160,10 @@ def _evaluate(options: argparse.Namespace, out: Output) -> None:
             core = core_tasks.read(bundle)
             core_digest = core_tasks.digest(bundle, core)
     box = _box(options) if "humaneval" in names else None
-    day = rows.day(epath.Path(folder)) or str(datetime.date.today())
+    # The date of earlier rows, also over another cache: prompts stay, and scores can be compared.
+    names_of_folders = [rows.folder_of(saved.step, dtype) for dtype in ("", *quantized.BITS)]
+    folders = [epath.Path(folder), *(saved.workdir / rows.FOLDER / n for n in names_of_folders)]
+    day = next(filter(None, map(rows.day, folders)), str(datetime.date.today()))
     dialogue = _dialogue(saved, names, options.humaneval, day)
     sets = {}
     if ruler_options:

@@ -38,12 +38,14 @@ def make(
 
     Args:
       about: descriptions of model, data and options.
-      earlier: an earlier summary. Tasks that are not evaluated now are copied from it if model and
-        chat template are the same.
+      earlier: an earlier summary. Tasks that are not evaluated now are copied from it if model,
+        chat template and dtype of the cache are the same.
     """
     kept = earlier if earlier.get("model") == about["model"] else {}
     chances = {core_tasks.label_of(task): task.chance for task in core}
     tasks = _with_template(kept.get("tasks", {}), about["options"]["template"])
+    of_cache = about["options"].get("cache_dtype")
+    tasks = {name: task for name, task in tasks.items() if task.get("cache_dtype") == of_cache}
     for name, task_rows in evaluated.items():
         if task_rows.rows:
             tasks[name] = _task(task_rows) | _options(name, about)
@@ -114,7 +116,8 @@ def _options(name: str, about: Mapping[str, Any]) -> dict[str, Any]:
     keys = dict(gsm8k=("calculator", "num_tokens"), humaneval=_HUMANEVAL_KEYS).get(name, ())
     if options["template"] and is_conversation(name, options["humaneval"]):
         keys = ("template", *keys)
-    values = {key: options[key] for key in ("dialogue", "dtype", *keys) if key in options}
+    keys = ("dialogue", "dtype", "cache_dtype", *keys)
+    values = {key: options[key] for key in keys if key in options}
     return values | (dict(limit=options["limit"]) if options["limit"] else {})
 
 

@@ -89,6 +89,7 @@ def decode_attention(
     for name, value in numbers.items():
         if value is not None and name not in spec.numbers:
             raise ValueError(f"{name}: layout {layout!r} has no such option")
+    _check_scales(cache)
     sizes = _check(layout, spec, query, quantized.dequantized_shapes(cache), arrays)
     if lengths.shape != (sizes["B"],) or not jnp.issubdtype(lengths.dtype, jnp.integer):
         raise ValueError(
@@ -111,6 +112,25 @@ def decode_attention(
         return (o_BTNV[:, 0], lse_BTN[:, 0]) if one_token else (o_BTNV, lse_BTN)
     o_BTNV = api.decode_attention(inputs, cache, first_B, implementation=implementation, **changes)
     return o_BTNV[:, 0] if one_token else o_BTNV
+
+
+def _check_scales(cache: Mapping[str, jax.Array]) -> None:
+    """Raises a ValueError unless each array of integers has a scale that fits, and others none."""
+    for name, x in cache.items():
+        field, is_scale, _ = name.partition(".scale")
+        if not is_scale:
+            if not jnp.issubdtype(x.dtype, jnp.floating) and f"{name}.scale" not in cache:
+                raise ValueError(
+                    f"cache[{name!r}] is in {x.dtype}: cache['{name}.scale'] is missing"
+                )
+            continue
+        if field not in cache:
+            raise ValueError(f"cache[{name!r}]: there is no cache[{field!r}]")
+        # One scale for each row, or for all rows of a token.
+        B, *rows, _, S = cache[field].shape
+        allowed = [[B, *rows, 1, S], [B, *[1] * len(rows), 1, S]]
+        if list(x.shape) not in allowed:
+            raise ValueError(f"cache[{name!r}] has shape {list(x.shape)}: expected {allowed[0]}")
 
 
 def _check(layout, spec: Layout, query, cache, arrays) -> dict[str, int]:

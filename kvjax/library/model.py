@@ -166,6 +166,9 @@ def load(
     Raises:
       UserError: no model is there, or it cannot be read, or cannot have this cache_dtype.
     """
+    if dtype:
+        one_of("dtype", dtype, ("bfloat16", "float32"))
+    bits = quantized.bits_of(cache_dtype)
     if hub.is_name(source):
         source = hub.model("source", os.fspath(source))
     path = runtime.path("source", os.fspath(source))
@@ -177,9 +180,6 @@ def load(
         raise UserError(f"step = {step}: {source} is a published model, without steps")
     from kvjax.convert import model as model_lib  # needs the extra `convert`
 
-    if dtype:
-        one_of("dtype", dtype, ("bfloat16", "float32"))
-    bits = quantized.bits_of(cache_dtype)
     lazy = model_lib.open(os.fspath(source))
     quantized.check(lazy.transformer.mechanisms, bits)
     tokenizer = tokenizer_lib.from_json(lazy.tokenizer_json, lazy.name)

@@ -60,6 +60,18 @@ def test_a_quantised_cache(run):
     saved = 36 * (5192 - 2784) * 8192 / 1e9
     assert wide["gb_per_token"] - decode["gb_per_token"] == pytest.approx(saved)
     assert decode["largest_batch"]["v5e"] > 1.8 * wide["largest_batch"]["v5e"]
+
+
+def test_keys_that_are_not_quantised_have_the_models_dtype(run, tmp_path):
+    """Decoupled RoPE keys, in the table by mechanism as in that by config."""
+    for name in ("mla_tiny", "mha_tiny"):
+        shutil.copy(CONFIGS / f"{name}.py", tmp_path)
+    options = ["--all", "--details", "--dtype=float32", "--cache_dtype=int8"]
+    _, result = run(f"--config={tmp_path / 'mla_tiny.py'}", *options)
+    for config, by_mechanism in zip(result["configs"], result["by_mechanism"], strict=True):
+        assert config["config"] == by_mechanism["config"]
+        size = config["decode"][0]["cache_bytes_per_token"]
+        assert by_mechanism["cache_bytes_per_token"]["int8"] == size
     with pytest.raises(UserError, match="--cache_dtype = 'fp8': must be one of '', 'int8', 'int4'"):
         run(f"--config={CONFIGS / 'lrkv_2p5b.py'}", "--cache_dtype=fp8")
 

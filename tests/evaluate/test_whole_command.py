@@ -5,6 +5,7 @@ import itertools
 import json
 import shutil
 import types
+from unittest import mock
 
 from etils import epath
 import numpy as np
@@ -336,6 +337,23 @@ def test_a_quantised_cache_is_compared_with_a_wide_one(run, capsys):
     assert command_line.status(evaluate.main, asked) == 0
     task = json.loads(capsys.readouterr().out)["tasks"]["mmlu"]
     assert task["rows"] == 8 and task["difference"]["value"] == 0
+
+
+def test_a_summary_has_scores_of_one_cache(run, tmp_path):
+    """Also in a folder that evaluations of several share."""
+    run("--tasks=mmlu", f"--out={tmp_path / 'out'}")
+    given = ("--tasks=gsm8k", f"--out={tmp_path / 'out'}", "--cache_dtype=int8", "--json")
+    assert _tasks(run(*given)[0]).keys() == {"gsm8k"}
+
+
+def test_prompts_over_another_cache_have_the_same_date(run, monkeypatch):
+    run("--tasks=mmlu")
+    path = run.workdir / "evaluations/0/mmlu.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | dict(day="2026-01-02")))
+    dialogue = mock.Mock(wraps=evaluate._dialogue)
+    monkeypatch.setattr(evaluate, "_dialogue", dialogue)
+    run("--tasks=gsm8k", "--cache_dtype=int8")
+    assert dialogue.call_args.args[3] == "2026-01-02"
 
 
 def test_summary_drops_tasks_of_other_models(run, tmp_path):

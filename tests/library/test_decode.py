@@ -239,3 +239,23 @@ def test_mistakes_of_caches_are_named():
         assert all(
             key in describe_layout(name) for key in (*spec.cache, *spec.arrays, *spec.numbers)
         )
+
+
+def test_scales_that_do_not_fit_an_int8_cache():
+    cache = KVCache.allocate("grouped", batch=2, capacity=8, K=2, H=32, cache_dtype="int8")
+    arrays, q_BTNH = cache.arrays, jnp.ones((2, 1, 4, 32))
+    scale = arrays["base_key.scale"]
+    without = {name: x for name, x in arrays.items() if name != "base_key.scale"}
+    for changed, message in (
+        (without, r"cache\['base_key'\] is in int8: cache\['base_key.scale'\] is missing"),
+        (arrays | {"basekey.scale": scale}, r"there is no cache\['basekey'\]"),
+        (arrays | {"base_key.scale": scale[:, 0]}, r"cache\['base_key.scale'\] has shape \[2, 1, "),
+        (
+            arrays | {"base_key.scale": scale.repeat(32, 2)},
+            r"has shape \[2, 2, 32, 128\]: expec",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            decode_attention(q_BTNH, changed, jnp.array([3, 5]))
+    one_scale = arrays | {"base_key.scale": scale[:, :1]}  # for all rows of a token
+    assert decode_attention(q_BTNH, one_scale, jnp.array([3, 5])).shape == q_BTNH.shape

@@ -63,12 +63,14 @@ def test_word_models_are_a_line_for_each_set():
 def test_a_mechanism_is_a_line_through_its_precisions():
     sizes = {2048: 1.8, 1152: 1.81, 640: 1.9}
     rows = [
-        dict(kind="MHA", seeds=3, cache_bytes=size, bpb=bpb, bpb_half_interval=0.01)
+        dict(mechanism=name, kind=kind, seeds=3, cache_bytes=size, bpb=bpb, bpb_half_interval=0.01)
+        for name, kind in (("mha", "MHA"), ("lrkv", "LRKV"), ("lrkv_no_rope", "LRKV"))
         for size, bpb in sizes.items()
     ]
     (axes,) = model_figures.cache_bits(dict(rows=rows, tokens=2e6)).axes
-    (line,) = axes.containers
+    line, *others = axes.containers
     assert line.get_label() == "MHA"
+    assert [other.get_label() for other in others] == ["LRKV (lrkv)", "LRKV (lrkv_no_rope)"]
     assert list(line.lines[0].get_ydata()) == [1.9, 1.81, 1.8]  # from the smallest cache
 
 
