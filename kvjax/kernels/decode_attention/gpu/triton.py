@@ -214,8 +214,12 @@ class _Program:
         z_ns = jnp.zeros((self.n, self.tile_kv), jnp.float32)
         of_slabs = zip(queries, self.plan.keys, strict=True)
         for name, of_field in itertools.groupby(of_slabs, lambda pair: pair[1].name):
-            products = [_dot(query_nH, load(slab)) for query_nH, slab in of_field]
-            z_ns += scaled(f"{name}.scale", functools.reduce(jnp.add, products))
+            has_scale = self.plan.scales_of(f"{name}.scale") is not None
+            # Products that are added to the sum at once take less shared memory.
+            sum_ns = jnp.zeros_like(z_ns) if has_scale else z_ns
+            for query_nH, slab in of_field:
+                sum_ns += _dot(query_nH, load(slab))
+            z_ns = z_ns + scaled(f"{name}.scale", sum_ns) if has_scale else sum_ns
         if self.plan.rotated:
             name = f"{self.plan.rotated[0].name}.scale"
             z_ns += scaled(name, self.rotated_scores(t, rank_queries, load))
