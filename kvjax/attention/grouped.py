@@ -45,7 +45,7 @@ from kvjax.attention.mechanism import (
 from kvjax.attention.pca_init import pca_factors
 from kvjax.cache.field import Field
 from kvjax.foundation.configuration import between, one_of
-from kvjax.kernels.decode_attention import api, cache_layouts
+from kvjax.kernels.decode_attention import cache_layouts
 from kvjax.kernels.decode_attention.cache_layouts import DecodeFlops, DecodeInputs
 from kvjax.kernels.decode_attention.cache_layouts.grouped import GroupedSizes
 from kvjax.kernels.decode_attention.cache_layouts.layout import Sizes
@@ -413,14 +413,8 @@ class Grouped(Mechanism):
 
         See `Mechanism.prepare`.
         """
-        c, (B, T, _) = self.config, x_BTD.shape
-        if T > 1:
-            return None
-        # The choice of a kernel depends on the queries' shape alone; the kernel projects them.
-        query = jax.ShapeDtypeStruct((B, T, c.num_heads, c.query_dim), x_BTD.dtype)
-        decode_inputs = functools.partial(self.decode_inputs, rope_base=rope_base)
-        inputs = jax.eval_shape(decode_inputs, query)
-        if api.chosen(inputs, layer, **options) != "gpu":
+        c, inputs = self.config, self.gpu_inputs(x_BTD, layer, rope_base, **options)
+        if inputs is None:
             return None
         from kvjax.kernels.decode_attention.gpu import prepare  # when called, see `api`
 
@@ -444,7 +438,7 @@ class Grouped(Mechanism):
             expand_KRH=self.expand_key[...] if c.rank else None,
             epsilon=None if self.key_norm is None else c.norm_epsilon,
             first=tuple((name, first) for name, first, _ in self.packed_columns),
-            decode_inputs=decode_inputs,
+            decode_inputs=functools.partial(self.decode_inputs, rope_base=rope_base),
         )
 
     def _unnormed_keys(self, raw: dict) -> jax.Array:

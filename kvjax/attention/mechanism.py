@@ -6,6 +6,7 @@ the tokens into prefill and decode steps.
 """
 
 import dataclasses
+import functools
 import logging
 import math
 
@@ -17,6 +18,7 @@ from kvjax.cache.field import Field
 from kvjax.foundation.configuration import between, one_of
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.logs import log_once
+from kvjax.kernels.decode_attention import api
 from kvjax.kernels.decode_attention.cache_layouts import DecodeFlops, DecodeInputs
 from kvjax.layers.norm import Norm
 from kvjax.layers.rope import Base, Positions, Rotary, rotate
@@ -175,6 +177,21 @@ class Mechanism(nnx.Module):
         """
         del x_BTD, positions, layer, counts_B, rope_base, options
         return None
+
+    def gpu_inputs(
+        self, x_BTD: jax.Array, layer: dict[str, jax.Array], rope_base: Base | None, **options
+    ) -> DecodeInputs | None:
+        """Returns decode inputs as shapes, for `prepare` of a GPU kernel that takes one token.
+
+        Or None: there are several tokens, or another implementation is chosen. The choice depends
+        on the queries' shape alone; the kernel projects them.
+        """
+        c, (B, T, _) = self.config, x_BTD.shape
+        if T > 1:
+            return None
+        query = jax.ShapeDtypeStruct((B, T, c.num_heads, c.query_dim), x_BTD.dtype)
+        inputs = jax.eval_shape(functools.partial(self.decode_inputs, rope_base=rope_base), query)
+        return inputs if api.chosen(inputs, layer, **options) == "gpu" else None
 
     def combine(self, o_BTNV: jax.Array, positions: Positions) -> jax.Array:
         """Maps outputs of softmax attention [B, T, query_heads, V] to [B, T, N, Hv].

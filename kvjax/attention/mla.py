@@ -9,7 +9,6 @@ head (`mla_lrkv.py`), no RoPE key (`mla_paper.py`).
 """
 
 import dataclasses
-import functools
 
 from flax import nnx
 import jax
@@ -26,7 +25,7 @@ from kvjax.attention.mechanism import (
     scaled_latent,
 )
 from kvjax.cache.field import Field
-from kvjax.kernels.decode_attention import api, cache_layouts
+from kvjax.kernels.decode_attention import cache_layouts
 from kvjax.kernels.decode_attention.cache_layouts import DecodeFlops, DecodeInputs
 from kvjax.kernels.decode_attention.cache_layouts.latent import LatentSizes
 from kvjax.layers.rope import Base, Positions
@@ -137,13 +136,10 @@ class MLA(Mechanism):
 
         Not of subclasses, which have other latents or queries.
         """
-        c, (B, T, _) = self.config, x_BTD.shape
-        if T > 1 or type(self) is not MLA:
+        if type(self) is not MLA:
             return None
-        query = jax.ShapeDtypeStruct((B, T, c.num_heads, c.query_dim), x_BTD.dtype)
-        decode_inputs = functools.partial(self.decode_inputs, rope_base=rope_base)
-        inputs = jax.eval_shape(decode_inputs, query)
-        if api.chosen(inputs, layer, **options) != "gpu":
+        c, inputs = self.config, self.gpu_inputs(x_BTD, layer, rope_base, **options)
+        if inputs is None:
             return None
         from kvjax.kernels.decode_attention.gpu import prepare_latent  # when called, see `api`
 

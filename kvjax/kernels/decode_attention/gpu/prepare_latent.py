@@ -8,7 +8,7 @@ Grid (B, programs). A program is one warpgroup, and does one of
     RoPE query      norms and rotates a head's
 
 where appending writes the sequence's slot of the cache, in place. Queries are written as `kernel`
-reads them. A decode step has eight kernels fewer per layer with it.
+reads them.
 """
 
 from collections.abc import Callable, Mapping
