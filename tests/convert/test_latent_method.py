@@ -12,10 +12,13 @@ import pytest
 
 from kvjax.attention import Attention, GroupedConfig
 from kvjax.convert import (
+    __main__ as command,
     calibration,
+    choice,
     latent_fit,
     layer as layer_lib,
     model as model_lib,
+    options as options_lib,
     perplexity,
 )
 from kvjax.convert.latent_fit import AttentionStatistics
@@ -311,3 +314,12 @@ def test_auto_refuses_at_once_what_no_method_reaches(
     status, _, errors = run(*options, f"--cache={cache}")
     assert status == 2 and "--method=auto: no method applies" in errors
     assert all(reason in errors for reason in reasons) and "calibrating" not in errors
+
+
+def test_a_latent_is_even_with_any_multiple(imported):
+    model = model_lib.open(str(imported("llama")))
+    for multiple, cache in itertools.product((1, 3, 5), (0.4, 0.47, 0.55, 0.66, 0.75, 0.9)):
+        parser = command.make_parser()
+        options = parser.parse(["--method=mla", f"--cache={cache}", f"--multiple={multiple}"])
+        options_lib.fill_defaults(options, parser.get_default)
+        choice.check(options, model)

@@ -14,6 +14,8 @@ from kvjax.decoding.generator import Generator
 from kvjax.decoding.sampling import Sampling
 from kvjax.decoding.text import generate
 from kvjax.foundation import runtime
+from kvjax.foundation.errors import UserError
+from kvjax.published import hub
 from tests import runs
 from tests.convert.comparison import PUBLISHED
 
@@ -120,3 +122,10 @@ def test_public_names_are_there_and_imported_late():
     assert not hasattr(kvjax, "no_such_name")
     code = "import sys, kvjax; assert not {'jax', 'numpy', 'flax'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_bad_cache_dtype_is_refused_before_a_download(monkeypatch):
+    monkeypatch.setattr(hub, "model", lambda *given: pytest.fail("downloaded"))
+    for given in (dict(cache_dtype="int5"), dict(dtype="float64")):
+        with pytest.raises(UserError, match="must be one of"):
+            kvjax.load("hf://owner/name", **given)
