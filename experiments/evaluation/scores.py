@@ -94,10 +94,10 @@ def parse(arguments: Sequence[str], description: str, result: str) -> argparse.N
     parser.add_output()
     options = parser.parse(arguments)
     options.workdirs = [name.strip() for name in options.workdirs.split(",") if name.strip()]
+    if not re.fullmatch(r"\w{1,64}", options.name, re.ASCII):
+        raise UserError(f"--name={options.name!r}: must be 1 to 64 letters, digits or _")
     if not options.workdirs:
         raise UserError("--workdirs is missing: give workdirs that kvjax.evaluate was run on")
-    if not re.fullmatch(r"\w+", options.name):
-        raise UserError(f"--name={options.name!r}: must have letters, digits and _ alone")
     record.check(options.save)
     return options
 

@@ -51,6 +51,8 @@ _STARTS_WORK = {
         frozenset(("../x", "a\x01b", SNOWMAN, FOLDER, MISSING, "x")),
     ),
     "experiments.benchmarks.train_benchmark set": {""},
+    "experiments.evaluation.ruler name": {FOLDER, "x"},
+    "experiments.evaluation.scores name": {FOLDER, "x"},
     "experiments.studies.set_anomaly features": {""},
     "kvjax.compare scores": {FOLDER},  # a folder without evaluations is valid
     "kvjax.data.prepare source": {FILE},
