@@ -46,16 +46,23 @@ class _InMemory:
 class _Subject:
     """A published model with its calibration and held-out rows."""
 
-    def __init__(self, source: str):
+    def __init__(self, source: str, calibrate: str):
         self.model, self.name = command.open_model(source, "--model"), epath.Path(source).stem
+        self._calibrate = calibrate
 
     def title(self, method: str, size: float) -> str:
-        """Returns the name of a point's record."""
-        return f"methods_by_size/{self.name}/{size:g}/{method}"
+        """Returns the name of a point's record; the first results were calibrated on books."""
+        other = "" if self._calibrate == smollm2.TEXT else f"/{self._calibrate}"
+        return f"methods_by_size/{self.name}/{size:g}/{method}{other}"
 
     @functools.cached_property
     def calibrating_BT(self) -> np.ndarray:
-        return self._rows("train", smollm2.ROW_LENGTH, smollm2.CALIBRATION_TOKENS)
+        return perplexity.calibration_rows(
+            self.model,
+            self._calibrate,
+            length=smollm2.ROW_LENGTH,
+            tokens=smollm2.CALIBRATION_TOKENS,
+        )
 
     @functools.cached_property
     def moments(self) -> list[np.ndarray]:
@@ -64,13 +71,13 @@ class _Subject:
     def perplexities(self, model: model_lib.LazyModel) -> dict[str, float]:
         """Returns a model's perplexity on held-out text by row length."""
         return {
-            str(length): perplexity.perplexity(model, self._rows("validation", length, tokens))
+            str(length): perplexity.perplexity(model, self._held_out(length, tokens))
             for length, tokens in TOKENS.items()
         }
 
-    def _rows(self, split: str, length: int, tokens: int) -> np.ndarray:
+    def _held_out(self, length: int, tokens: int) -> np.ndarray:
         return perplexity.model_rows(
-            self.model, smollm2.TEXT, split=split, length=length, tokens=tokens, key="model"
+            self.model, smollm2.TEXT, split="validation", length=length, tokens=tokens, key="model"
         )
 
     def measure(self, method: str, size: float) -> dict:
@@ -86,6 +93,7 @@ class _Subject:
         parser = command.make_parser()
         options = parser.parse([f"--method={method}", f"--cache={size}"])
         options_lib.fill_defaults(options, parser.get_default)
+        options.calibrate = self._calibrate
         choice.check(options, self.model)
         rows_BT = self.calibrating_BT
         long_BT = command.long_rows(options, self.model, rows_BT)
@@ -163,13 +171,15 @@ def main(arguments: list[str]) -> int:
         "--methods", default=",".join(all_methods), help="methods of kvjax.convert (all)"
     )
     parser.add_argument("--sizes", default="0.75,0.5,0.375,0.25", help="shares of the cache")
+    default = command.make_parser().get_default("calibrate")
+    parser.add_argument("--calibrate", default=default, help=f"as of kvjax.convert ({default})")
     options = parser.parse(arguments)
     methods = lists.names("--methods", options.methods, all_methods)
     sizes = _shares(options.sizes)
     runtime.start()
     record.check(save=True)
     source = options.model or smollm2.packaged()
-    subject = _Subject(source)
+    subject = _Subject(source, options.calibrate)
     planned = tasks(subject, methods, sizes)
     failures = records.make(records.missing(planned))
     _report(planned, Output(options))

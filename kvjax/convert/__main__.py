@@ -35,10 +35,12 @@ from kvjax.convert.choice import Choice
 from kvjax.convert.latent_method import LatentAttention
 from kvjax.convert.methods import ThinKeys
 from kvjax.convert.model import LazyModel
+from kvjax.data import config as config_lib
 from kvjax.foundation import command_line, provenance, runtime
 from kvjax.foundation.errors import UserError, warn
 from kvjax.foundation.output import Output, Table
 
+_CALIBRATION_TEXTS = "embedded,embedded:lookups"
 _ATTENTION_TOKENS = 16_384  # in the long rows on which attention is measured
 
 
@@ -98,7 +100,9 @@ def make_parser() -> command_line.Parser:
         "texts", "A text is 'embedded', a file, or a pattern, as for config.data.source."
     )
     add = group.add_argument
-    add("--calibrate", default="embedded", help="text that the method is fitted to (embedded)")
+    text = "texts that the method is fitted to, with an equal share of each; embedded:lookups has "
+    text += f"facts that are stated twice, to preserve retrieval ({_CALIBRATION_TEXTS})"
+    add("--calibrate", default=_CALIBRATION_TEXTS, help=text)
     text = "number of calibration tokens (32768)"
     add("--calibrate_tokens", type=int, default=32_768, help=text)
     text = "regress each layer's output projection on the original attention's outputs for the "
@@ -139,7 +143,7 @@ def _run(options: argparse.Namespace, out: Output) -> None:
         choice.check(options, source)
     calibrating_BT = evaluated_BT = long_BT = moments = None
     if converts and options.objective != "weights":
-        calibrating_BT = _rows(options, source, key="calibrate", split="train")
+        calibrating_BT = _rows(options, source, key="calibrate")
         if options.refit and len(calibrating_BT) < refit.LEAST_ROWS:
             raise UserError(
                 "--refit: needs two rows of calibration text: give a longer --calibrate, more "
@@ -148,7 +152,7 @@ def _run(options: argparse.Namespace, out: Output) -> None:
         if options.method in ("mla", "auto"):
             long_BT = long_rows(options, source, calibrating_BT)
     if options.evaluate_tokens:
-        evaluated_BT = _rows(options, source, key="evaluate", split="validation")
+        evaluated_BT = _rows(options, source, key="evaluate")
     if calibrating_BT is not None:
         moments = calibration.moments(source, calibrating_BT[:, :-1])
     if converts:
@@ -189,7 +193,7 @@ def open_model(source: str, option: str) -> LazyModel:
         raise UserError(message) from error
 
 
-def _rows(options: argparse.Namespace, model: LazyModel, *, key: str, split: str) -> np.ndarray:
+def _rows(options: argparse.Namespace, model: LazyModel, *, key: str) -> np.ndarray:
     """Returns [B, T + 1] rows of the text that an option names."""
     tokens = getattr(options, f"{key}_tokens")
     try:
@@ -197,17 +201,13 @@ def _rows(options: argparse.Namespace, model: LazyModel, *, key: str, split: str
     except UserError as error:
         raise UserError(perplexity.name_options(str(error), key)) from error
     source = getattr(options, key)
-    if not source:
-        raise UserError(f"--{key}='': give a text: 'embedded' or a file")
-    rows_BT = perplexity.model_rows(
-        model,
-        source,
-        split=split,
-        length=options.row_length,
-        tokens=tokens,
-        key=key,
-        text_key=options.text_key,
-    )
+    if not config_lib.split_source(source):
+        raise UserError(f"--{key}={source!r}: give a text: 'embedded' or a file")
+    size = dict(length=options.row_length, tokens=tokens, text_key=options.text_key)
+    if key == "calibrate":
+        rows_BT = perplexity.calibration_rows(model, source, **size)
+    else:
+        rows_BT = perplexity.model_rows(model, source, split="validation", key=key, **size)
     if options.row_length > model.context:
         warn(
             f"--row_length = {options.row_length}: {model.name} was trained on rows of "
@@ -229,11 +229,9 @@ def long_rows(options: argparse.Namespace, model: LazyModel, rows_BT: np.ndarray
     """
     length = longest = min(options.attention_length, model.context)
     while length > options.row_length:
-        text = dict(key="calibrate", text_key=options.text_key, length=length)
+        size = dict(length=length, tokens=_ATTENTION_TOKENS, text_key=options.text_key)
         try:
-            rows_BT = perplexity.model_rows(
-                model, options.calibrate, split="train", tokens=_ATTENTION_TOKENS, **text
-            )
+            rows_BT = perplexity.calibration_rows(model, options.calibrate, **size)
             break
         except UserError:  # no row is this long; shorter ones have been read before
             length //= 2

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvjax.convert.layerwise import LayerwisePass
 from kvjax.convert.model import LazyModel
-from kvjax.data import loader, manifest, prepare, readers
+from kvjax.data import config as config_lib, loader, manifest, prepare, readers
 from kvjax.data.config import DataConfig
 from kvjax.foundation import progress
 from kvjax.foundation.errors import UserError, warn
@@ -84,6 +84,22 @@ def model_rows(model: LazyModel, source: str, **options) -> np.ndarray:
         tokenizer = epath.Path(folder) / manifest.TOKENIZER
         tokenizer.write_text(model.tokenizer_json)
         return rows(source, tokenizer, **options)
+
+
+def calibration_rows(
+    model: LazyModel, texts: str, *, length: int, tokens: int, text_key: str = DataConfig.text_key
+) -> np.ndarray:
+    """Returns [B, T + 1] rows in the model's tokens, an equal share of each text, alternating.
+
+    Args:
+      texts: sources, separated by commas, see `rows`.
+      tokens: in all, about.
+    """
+    items = config_lib.split_source(texts)
+    share = dict(split="train", length=length, tokens=-(-tokens // len(items)))
+    parts = [model_rows(model, item, key="calibrate", text_key=text_key, **share) for item in items]
+    place = np.concatenate([(np.arange(len(part)) + 0.5) / len(part) for part in parts])
+    return np.concatenate(parts)[np.argsort(place, kind="stable")]
 
 
 def name_options(message: str, key: str) -> str:

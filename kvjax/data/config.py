@@ -29,7 +29,8 @@ FLAG_NAMES = {"directory": "output"}
 class DataConfig:
     """Sources, tokenizer and row length of a data set; checked before any file is read.
 
-    source: one or more of the following, separated by commas. `embedded`: the embedded corpus. A
+    source: one or more of the following, separated by commas. `embedded`: the embedded corpus.
+      `embedded:lookups`: synthetic documents in which facts are stated twice, see `lookups`. A
       file, folder or glob (.txt, .parquet, and JSON lines: .jsonl, .ndjson, .json, also compressed
       as .gz, .bz2, .xz, .zst), local or in a bucket (`gs://`). A path must not contain a comma; one
       that exists is never read as a glob; hidden files and .json files of a folder are skipped.

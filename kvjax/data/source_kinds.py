@@ -1,4 +1,4 @@
-"""Kinds of sources: the embedded books, text files, files of records, TFDS.
+"""Kinds of sources: embedded books, lookups made from them, text files, files of records, TFDS.
 
 The validation split is chosen before packing:
 
@@ -6,7 +6,7 @@ The validation split is chosen before packing:
 |---|---|
 | `embedded` | the last 200,000 bytes of each of the two books, from the next line on |
 | .txt | the last `validation_fraction` of each file's bytes, from the next line on |
-| JSON lines, .parquet, TFDS | the documents whose hash falls in `validation_fraction` |
+| JSON lines, .parquet, TFDS, lookups | the documents whose hash falls in `validation_fraction` |
 
 By the hash, duplicate records are in the same split. If there is a `validation_source`, it is the
 validation split, and all of `source` is for training.
@@ -21,13 +21,14 @@ from typing import NamedTuple, Protocol
 
 from etils import epath
 
-from kvjax.data import formats, readers, record_readers, tfds_sets
+from kvjax.data import formats, lookups, readers, record_readers, tfds_sets
 from kvjax.data.manifest import SPLITS
 from kvjax.foundation.files import in_bucket
 
 EMBEDDED_VALIDATION_BYTES = 200_000
 CORPUS = epath.Path(__file__).parent / "corpus"
 EMBEDDED = "embedded:"
+LOOKUPS = f"{EMBEDDED}lookups"
 BOOKS = ("shakespeare.txt.xz", "king_james_bible.txt.xz")
 SUFFIXES = (formats.TEXT, formats.PARQUET, *formats.LINES)
 # Larger files are not hashed whole: their fingerprint has their size, time and both ends.
@@ -204,16 +205,42 @@ def is_held_out(text: str, fraction: float) -> bool:
 
 
 def open_source(name: str, text_key: str, where: str) -> Source:
-    """Returns the source of a name: `embedded:BOOK`, `tfds:NAME`, or a file's path.
+    """Returns the source of a name: `embedded:BOOK` or `:lookups`, `tfds:NAME`, or a file's path.
 
     Args:
       where: the config key and its value, for messages.
     """
+    if name == LOOKUPS:
+        return _lookups_source()
     if name.startswith(EMBEDDED):
         return EmbeddedBook(CORPUS / name.removeprefix(EMBEDDED))
     if name.startswith(tfds_sets.PREFIX):
         return _tfds_source(name, text_key, where)
     return _file_source(epath.Path(name), text_key)
+
+
+def _lookups_source() -> Records:
+    """Returns the source of `lookups.documents`, whose passages no book holds out."""
+    texts = _lookups()
+
+    def read(start=0, stop=len(texts), on_error=readers.raise_error) -> Iterator[str]:
+        del on_error
+        yield from texts[start:stop]
+
+    def fingerprint() -> str:
+        return f"lookups {digest(repr(texts).encode())}"
+
+    def ranges(limit: int) -> Iterator[Range]:
+        del limit
+        yield Range(0, len(texts), sum(map(len, texts)))
+
+    return Records(LOOKUPS, fingerprint, fingerprint, ranges, read)
+
+
+@functools.cache
+def _lookups() -> tuple[str, ...]:
+    books = [EmbeddedBook(CORPUS / name).pieces("train", 0.0) for name in BOOKS]
+    return tuple(lookups.documents("\n".join(piece.text for book in books for piece in book)))
 
 
 def _file_source(path: epath.Path, text_key: str) -> Source:

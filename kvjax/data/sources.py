@@ -214,7 +214,7 @@ def _sources(config: config_lib.DataConfig, key: str) -> Sequence[source_kinds.S
         where = f"config.data.{key} = {item!r}"
         if item == "embedded":
             names = [source_kinds.EMBEDDED + book for book in source_kinds.BOOKS]
-        elif item.startswith("tfds:"):
+        elif item == source_kinds.LOOKUPS or item.startswith("tfds:"):
             names = [item]
         else:
             advice = (

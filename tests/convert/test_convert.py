@@ -278,6 +278,19 @@ def test_a_text_of_fragments_is_warned_of(tmp_path, capsys, words, warned):
     assert (said in capsys.readouterr().err) is warned
 
 
+def test_calibration_texts_alternate_with_equal_shares(tmp_path):
+    """The model's tokens are bytes. The second text has fewer rows than its share of 2,048 tokens."""
+    model = workdirs.Made(workdirs.config("llama", workdirs.mla()))
+    for name, line in (("a", "a" * 15), ("b", "bbb")):
+        (tmp_path / f"{name}.txt").write_text(f"{line}\n" * 250)
+    texts = f"{tmp_path}/a.txt, {tmp_path}/b.txt"
+    for tokens, counts in ((64, [2, 2]), (2048, [64, 62])):
+        rows_BT = perplexity.calibration_rows(model, texts, length=16, tokens=tokens)
+        of_b = (rows_BT == ord("b")).any(axis=1)
+        assert [(~of_b).sum(), of_b.sum()] == counts
+        assert not any(of_b[i] == of_b[i + 1] == of_b[i + 2] for i in range(len(of_b) - 2))
+
+
 def test_ranks_by_layer(converted):
     """Converts by energy, by a share of the cache, and without a method."""
     record = dict(source="source", cache_dtype="bfloat16")
@@ -324,7 +337,7 @@ def test_ranks_by_layer(converted):
 
 def test_methods_of_options():
     """Compares each method and its options in conversion.json, defaults included."""
-    by_text = dict(calibrate="embedded", calibrate_tokens=32_768, row_length=512)
+    by_text = dict(calibrate="embedded,embedded:lookups", calibrate_tokens=32_768, row_length=512)
     outputs = by_text | dict(multiple=8, objective="outputs", refit=True)
     thin = dict(mode="per_head", part="key")
     joint = dict(mode="joint", part="key")

@@ -13,7 +13,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from kvjax.data import config as config_lib, manifest, matching, readers, source_kinds, sources
+from kvjax.data import (
+    config as config_lib,
+    lookups,
+    manifest,
+    matching,
+    readers,
+    source_kinds,
+    sources,
+)
 from tests.data.corpora import joined, write_jsonl
 
 
@@ -86,6 +94,33 @@ def test_embedded_validation_is_the_last_200000_bytes_of_each_book():
         )
     # 42 works of Shakespeare and 66 books of the Bible; each file's split cuts one of them in two.
     assert len(train) + len(validation) == 42 + 66 + 2
+
+
+def test_lookups_state_every_fact_twice_and_hold_no_held_out_text():
+    train, validation = split_texts(source="embedded:lookups")
+    every = train + validation
+    assert len(every) == lookups.COUNT == len(set(every)) and validation
+    named = config_lib.DataConfig(source="embedded:lookups")
+    first = sources.fingerprint(named)
+    source_kinds._lookups.cache_clear()
+    assert sources.fingerprint(named) == first
+    with_passages = 0
+    for document in every:
+        lines = document.split("\n")
+        facts = next(
+            n
+            for n in range(16, 1, -1)
+            if len(set(lines[-n:])) == n and set(lines[-n:]) <= set(lines[:-n])
+        )
+        with_passages += len(lines) > 2 * facts
+    assert 0.4 < with_passages / len(every) < 0.6
+    read, held_out = split_texts(source="embedded")
+    seen = {line.strip() for text in read for line in text.split("\n")}
+    unseen = {
+        line.strip() for text in held_out for line in text.split("\n") if len(line) > 20
+    } - seen
+    assert len(unseen) > 1000
+    assert not unseen & {line.strip() for document in every for line in document.split("\n")}
 
 
 def test_globs_folders_and_lists_are_read_in_order(tmp_path):
