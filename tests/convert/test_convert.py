@@ -279,7 +279,7 @@ def test_a_text_of_fragments_is_warned_of(tmp_path, capsys, words, warned):
 
 
 def test_calibration_texts_alternate_with_equal_shares(tmp_path):
-    """The model's tokens are bytes. The second text has fewer rows than its share of 2,048 tokens."""
+    """The model's tokens are bytes. The second text has fewer than 1,024 of them."""
     model = workdirs.Made(workdirs.config("llama", workdirs.mla()))
     for name, line in (("a", "a" * 15), ("b", "bbb")):
         (tmp_path / f"{name}.txt").write_text(f"{line}\n" * 250)
