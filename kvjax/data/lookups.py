@@ -10,7 +10,7 @@ import math
 import random
 import re
 
-COUNT = 1024
+COUNT = 512
 _FACTS = (
     "The code of {name} is {value}.",
     "{name}: {value}",
