@@ -167,7 +167,10 @@ class Experiment:
         """Returns True if training's attention can use a fused kernel on a platform."""
         if platform == "cpu" or self.compute.attention == "xla":
             return False
-        return platform != "gpu" or not self.train.separate  # cuDNN has no document mask
+        if platform != "gpu":
+            return True
+        windows = any(kind.window for _, kind in self.model.layers)
+        return not (self.train.separate or windows or self.model.block.attention_softcap)  # cuDNN
 
     def _check_mixture(self) -> None:
         """Raises a UserError if other keys contradict config.mixture, or its absence."""

@@ -116,6 +116,12 @@ def training_step(
     )
 
 
+def _mean_keys(T: int, window: int) -> float:
+    """Returns the mean keys per query that a causal kernel computes, at least; window 0: none."""
+    W = min(window or T, T)
+    return W - W * W / (2 * T)
+
+
 def step_flops(experiment: Experiment, *, causal_kernel: bool) -> Flops:
     """Returns the FLOPs of one step, 2 per multiply-add.
 
@@ -128,10 +134,12 @@ def step_flops(experiment: Experiment, *, causal_kernel: bool) -> Flops:
     weights = formulas.matrix_weights(config)
     layers = weights["attention"] + weights["mlp"]
     layers -= config.block.num_layers * config.block.mlp_dim * config.block.d_model
-    share = 0.5 if causal_kernel else 1.0  # share of the logits that is computed
     # In multiply-adds per token, like `weights`.
-    keys = share * T * sum(m.query_heads * m.query_dim for m in config.mechanisms)
-    values = share * T * sum(m.query_heads * m.value_dim for m in config.mechanisms)
+    keys = values = 0.0
+    for mechanism, kind in config.layers:
+        seen = _mean_keys(T, kind.window) if causal_kernel else T
+        keys += seen * mechanism.query_heads * mechanism.query_dim
+        values += seen * mechanism.query_heads * mechanism.value_dim
     attention = 0 if causal_kernel else keys + values
     products = sum(m.extra_flops for m in config.mechanisms) / 2
     batched = sum(m.extra_flops for m in config.mechanisms if not m.extra_activations) / 2

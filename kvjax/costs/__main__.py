@@ -72,12 +72,13 @@ def report(
     for length in contexts:
         shape = dict(length=length, dtype=dtype, cache_bits=cache_bits)
         cost = formulas.decode_cost(config, batch=batch, **shape)
+        per_token = formulas.cache_bytes_per_token(config, dtype, cache_bits)
         largest = {d.name: formulas.largest_batch(config, device=d, **shape) for d in on}
         decode.append(
             dict(
                 context=length,
-                cache_bytes_per_token=formulas.cache_bytes_per_token(config, dtype, cache_bits),
-                cache_gb=cost.cache_bytes / batch / 1e9,
+                cache_bytes_per_token=per_token,
+                cache_gb=length * per_token / 1e9,  # layers with a window hold all tokens too
                 gflop_per_token=cost.flops_per_token / 1e9,
                 gb_per_token=cost.bytes_per_token / 1e9,
                 flop_per_byte=cost.intensity,

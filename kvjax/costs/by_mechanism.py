@@ -238,8 +238,8 @@ def _cells(figures: dict, mha: dict, setting: Setting) -> list[str]:
 
 
 def _row(name: str, model: TransformerConfig) -> Row:
-    counts = Counter((mechanism, kind.window) for mechanism, kind in model.layers)
-    return Row(name, tuple(counts.items()))
+    counts = Counter(model.mechanisms)  # kvjax's caches hold all tokens, also beyond a window
+    return Row(name, tuple(((mechanism, 0), count) for mechanism, count in counts.items()))
 
 
 def _is_mha(model: TransformerConfig) -> bool:

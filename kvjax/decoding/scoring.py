@@ -74,10 +74,10 @@ class Scorer:
             model's positions or the memory allow.
         """
         sequences = [[*context, *continuation] for context, continuation in pairs]
-        self._check([context for context, _ in pairs], sequences)
+        inputs = [sequence[:-1] for sequence in sequences]  # the last token is only a target
+        self._check([context for context, _ in pairs], sequences, inputs)
         scores: list[Scored | None] = [None] * len(pairs)
-        # The last token of a sequence is only a target.
-        for indices, width, tokens, cache in self._batches([s[:-1] for s in sequences]):
+        for indices, width, tokens, cache in self._batches(inputs):
             # Position t predicts token t + 1; positions before `first` predict context tokens.
             first = min(len(pairs[i][0]) for i in indices) - 1
             nats = [[np.zeros(0, np.float32)] for _ in indices]
@@ -116,7 +116,8 @@ class Scorer:
         Raises:
           UserError: see `continuations`.
         """
-        self._check(prompts, [[*p, *c] for p, c in zip(prompts, candidates, strict=True)])
+        pairs = zip(prompts, candidates, strict=True)
+        self._check(prompts, [[*prompt, *ids] for prompt, ids in pairs], prompts)
         num_candidates = max((len(ids) for ids in candidates), default=0)
         logits: list[np.ndarray | None] = [None] * len(prompts)
         for indices, width, tokens, cache in self._batches(prompts):
@@ -144,17 +145,27 @@ class Scorer:
             cache = cache_lib.empty(self._engine.cache(self._batch, capacity))
             yield _Batch(indices, chunk_width(longest, min(WIDTH, capacity)), tokens, cache)
 
-    def _check(self, contexts: Sequence[Sequence[int]], sequences: Sequence[Sequence[int]]) -> None:
-        """Raises a UserError for an empty context, a bad token id or too many tokens."""
+    def _check(
+        self,
+        contexts: Sequence[Sequence[int]],
+        sequences: Sequence[Sequence[int]],
+        inputs: Sequence[Sequence[int]],
+    ) -> None:
+        """Raises a UserError for an empty context, a bad token id or too many input tokens.
+
+        Args:
+          sequences: all token ids, inputs and targets.
+        """
         V, limit = self._generator.config.vocab_size, self._generator.positions
-        for i, (context, sequence) in enumerate(zip(contexts, sequences, strict=True), 1):
+        triples = zip(contexts, sequences, inputs, strict=True)
+        for i, (context, sequence, tokens) in enumerate(triples, 1):
             if not len(context):
                 raise UserError(f"sequence {i} has an empty context: start it with BOS")
             if min(sequence) < 0 or max(sequence) >= V:
                 raise UserError(f"sequence {i}: the vocabulary has ids 0 to {V - 1}")
-            if limit is not None and len(sequence) - 1 > limit:
+            if limit is not None and len(tokens) > limit:
                 raise UserError(
-                    f"sequence {i} has {len(sequence)} tokens, more than the model's {limit} "
+                    f"sequence {i} has {len(tokens)} input tokens, more than the model's {limit} "
                     "positions"
                 )
 

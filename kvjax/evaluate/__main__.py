@@ -49,7 +49,8 @@ from kvjax.workdir import checkpoint, dialogue as dialogue_lib, origin, trained
 BATCH = 8
 
 
-def _parser() -> command_line.Parser:
+def make_parser() -> command_line.Parser:
+    """Returns the parser of the command's options."""
     parser = command_line.Parser(__doc__)
     parser.add_run()
     parser.add_output()
@@ -91,7 +92,7 @@ def _parser() -> command_line.Parser:
 
 def main(arguments: list[str]) -> None:
     """Evaluates or compares; see the module's docstring."""
-    options = _parser().parse(arguments)
+    options = make_parser().parse(arguments)
     out = Output(options)
     with command_line.naming_options(options):
         if options.compare:
@@ -101,7 +102,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _compare(options: argparse.Namespace, out: Output) -> None:
-    parser = _parser()
+    parser = make_parser()
     for name, value in vars(options).items():
         if name not in ("compare", "json", "markdown") and value != parser.get_default(name):
             raise UserError(

@@ -66,8 +66,17 @@ DEVICES = {
     )
 }
 
-# TPUs by `jax.Device.device_kind`; libtpu's spelling comes first. (GPUs need no table: their
-# device_kind contains the name as a word.)
+# Devices by `jax.Device.device_kind`. An ahead-of-time topology names a GPU by its first two words.
+# Other form factors of a GPU (PCIe, NVL, 40 GB) have other figures, and no datasheet here.
+_GPU_KINDS = {
+    "NVIDIA H200": "h200",
+    "NVIDIA H100": "h100",
+    "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA A100": "a100",
+    "NVIDIA A100-SXM4-80GB": "a100",
+    "NVIDIA L4": "l4",
+}
+# libtpu's spelling comes first.
 TPU_KINDS = {
     "TPU v4": "v4",
     "TPU v5 lite": "v5e",
@@ -81,9 +90,7 @@ TPU_KINDS = {
 
 def for_device(device: jax.Device) -> Device | None:
     """Returns the datasheet of a device of this machine, or None (a CPU, an unlisted GPU)."""
-    kind = device.device_kind
-    words = kind.lower().split() if device.platform == "gpu" else []
-    name = TPU_KINDS.get(kind) or next((name for name in DEVICES if name in words), None)
+    name = (TPU_KINDS | _GPU_KINDS).get(device.device_kind)
     return DEVICES[name] if name else None
 
 

@@ -55,6 +55,8 @@ class Attention(nnx.Module):
         """
         if not (math.isfinite(softcap) and softcap >= 0):
             raise ValueError(f"softcap = {softcap}: must be positive, or 0 for none")
+        if window < 0:
+            raise ValueError(f"window = {window}: must be positive, or 0 for none")
         for key in ("alibi", "position_channels"):  # in training they are channels of the logits
             if softcap and getattr(config, key, False):
                 raise ValueError(f"softcap = {softcap}: must be 0 with {key}")

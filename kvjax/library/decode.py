@@ -83,6 +83,8 @@ def decode_attention(
         )
     if not (math.isfinite(softcap) and softcap >= 0):
         raise ValueError(f"softcap = {softcap}: must be positive, or 0 for none")
+    if window < 0:
+        raise ValueError(f"window = {window}: must be positive, or 0 for none")
     one_token = query.ndim == 3
     query = query[:, None] if one_token else query
     numbers = {"rope_base": rope_base, "norm_epsilon": norm_epsilon}
@@ -101,9 +103,10 @@ def decode_attention(
         scale = 1 / math.sqrt(sizes["H"])
     if layout == "latent":
         arrays["up_value"] = arrays["up_value"][None]
-    if layout == "residual":
-        arrays.setdefault("residual_query", query)
     options = {name: numbers[name] for name in spec.numbers}
+    if layout == "residual":
+        options["separate_queries"] = "residual_query" in arrays
+        arrays.setdefault("residual_query", query)
     inputs = spec.inputs(query=query, scale=float(scale), **arrays, **options)
     first_B = lengths - query.shape[1]
     changes = dict(window=window, softcap=float(softcap))
@@ -141,6 +144,8 @@ def _check(layout, spec: Layout, query, cache, arrays) -> dict[str, int]:
         if missing or unknown:
             error = f"{group} {(missing or unknown)[0]!r} is {'missing' if missing else 'unknown'}"
             raise ValueError(f"{error}. Layout {describe_layout(layout)}")
+    if layout == "tied" and ("residual_key" in cache) != ("expand_key" in arrays):
+        raise ValueError("cache['residual_key'] and expand_key: give both, or neither")
     shapes = {"query": (spec.query, query.shape)}
     for name, axes in spec.arrays.items():
         if name in arrays:
@@ -182,7 +187,7 @@ def _with_lse(
       changes: window and soft cap, 0 for none.
     """
     options = {key: value for key, value in changes.items() if value}
-    name = implementation or ("xla" if options else api.default(inputs, cache))
+    name = implementation or api.chosen(inputs, cache, **options)
     if name not in sharded.IMPLEMENTATIONS:
         reason = f"the {name!r} implementation returns no log-sum-exp"
         if implementation:

@@ -12,6 +12,7 @@ import io
 import json
 import os
 import pathlib
+import types
 from typing import TYPE_CHECKING
 
 from flax import nnx
@@ -131,7 +132,9 @@ class Model:
         one_sequence = tokens_BT.ndim == 1
         tokens_BT = tokens_BT[None] if one_sequence else tokens_BT
         B, T = tokens_BT.shape
-        V = self.config.vocab_size
+        V, limit = self.config.vocab_size, self._generator.positions
+        if limit is not None and T > limit:
+            raise UserError(f"tokens: {T:,} of them, more than the model's {limit:,} positions")
         if tokens_BT.size and not 0 <= tokens_BT.min() <= tokens_BT.max() < V:
             raise UserError(f"tokens: the vocabulary has {V} tokens, ids 0 to {V - 1}")
         engine = self._generator.engine
@@ -249,11 +252,11 @@ def convert_model(
     from kvjax.convert import __main__ as command
 
     options = dict(method=method, rank=rank, cache=cache) | options
-    return _call(command.main, dict(source=source, out=out) | options)
+    return _call(command, dict(source=source, out=out) | options)
 
 
 def evaluate_model(
-    workdir: str | os.PathLike, *, tasks: Sequence[str] = (), **options: object
+    workdir: str | os.PathLike, *, tasks: str | Sequence[str] = (), **options: object
 ) -> dict:
     """Evaluates a workdir's model on benchmarks; as `kvjax evaluate`.
 
@@ -266,20 +269,29 @@ def evaluate_model(
     """
     from kvjax.evaluate import __main__ as command
 
-    return _call(command.main, dict(workdir=workdir, tasks=",".join(tasks) or None) | options)
+    return _call(command, dict(workdir=workdir, tasks=tasks or None) | options)
 
 
-def _call(command, options: Mapping[str, object]) -> dict:
-    """Runs a command with --json and options by name (None: left out); returns its result."""
-    arguments = ["--json"]
+def _call(command: types.ModuleType, options: Mapping[str, object]) -> dict:
+    """Runs a command with --json and options by name (None: the default); returns its result.
+
+    The items of a list are joined by commas, or given one by one if the option may be repeated.
+    """
+    arguments, default = ["--json"], command.make_parser().get_default
     for name, value in options.items():
+        if value is None or value == default(name):
+            continue
         if isinstance(value, bool):
             arguments.append(f"--{'' if value else 'no-'}{name}")
-        elif value is not None:
+        elif isinstance(value, list | tuple) and isinstance(default(name), list):
+            arguments += [f"--{name}={item}" for item in value]
+        elif isinstance(value, list | tuple):
+            arguments.append(f"--{name}={','.join(map(str, value))}")
+        else:
             arguments.append(f"--{name}={value}")
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        command(arguments)
+        command.main(arguments)
     return json.loads(printed.getvalue())
 
 

@@ -124,6 +124,15 @@ def test_a_causal_kernel_computes_half_of_attention_and_some_again():
     assert half.rematerialised - kept.rematerialised == products
 
 
+def test_a_causal_kernel_skips_keys_before_a_window():
+    """Windows of 64 tokens and longer than a row (T = 256), and none."""
+    for window, keys in ((64, 64 - 64**2 / 512), (300, 128), (0, 128)):
+        experiment = make(window=window)
+        flops = [roofline.step_flops(experiment, causal_kernel=k).needed for k in (False, True)]
+        products = 32 * 256 * 4 * 4 * 32 * 2  # rows, T, layers, N, H: one key's product
+        assert flops[0] - flops[1] == products * (6 * 256 - 7 * keys)
+
+
 @pytest.mark.parametrize("orthogonalize, count", [("joint", 1), ("per_head", 4)])
 def test_newton_schulz(orthogonalize, count):
     """Per layer four matrices of D x N·H (128 x 128, or per head 128 x 32), two of 128 x 512."""

@@ -62,6 +62,20 @@ def test_a_quantised_cache(run):
     assert decode["largest_batch"]["v5e"] > 1.8 * wide["largest_batch"]["v5e"]
 
 
+def test_layers_with_a_window_hold_all_tokens(run, tmp_path):
+    """A step reads the window alone; memory is that of `largest_batch`."""
+    config = tmp_path / "mha_tiny.py"
+    shutil.copy(CONFIGS / "mha_tiny.py", config)
+    found = {}
+    for window in (0, 32):
+        options = [f"--config={config}", f"--config.model.window={window}", "--all", "--details"]
+        (found[window],) = run(*options, "--device=v5e")[1]["configs"]
+    whole, narrow = (found[window]["decode"][0] for window in (0, 32))
+    for key in ("cache_gb", "cache_bytes_per_token", "largest_batch"):
+        assert whole[key] == narrow[key]
+    assert whole["gb_per_token"] > narrow["gb_per_token"]
+
+
 def test_keys_that_are_not_quantised_have_the_models_dtype(run, tmp_path):
     """Decoupled RoPE keys, in the table by mechanism as in that by config."""
     for name in ("mla_tiny", "mha_tiny"):

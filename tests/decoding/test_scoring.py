@@ -75,6 +75,10 @@ def test_invalid_sequences_are_refused(make_model):
         scorer.choices([[1]], [[V]])
     positions = Scorer(Generator(make_model("mha", positions="learned", max_positions=16)))
     with pytest.raises(
-        UserError, match="sequence 1 has 18 tokens, more than the model.s 16 positions"
+        UserError, match="sequence 1 has 17 input tokens, more than the model.s 16 positions"
     ):
         positions.continuations([([1] * 10, [2] * 8)])
+    with pytest.raises(UserError, match="sequence 1 has 17 input tokens"):
+        positions.choices([[1] * 17], [[2]])
+    (logits,) = positions.choices([[1] * 16], [[2, 3, 4, 5]])  # candidates are no inputs
+    assert logits.shape == (4,)

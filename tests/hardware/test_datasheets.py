@@ -52,7 +52,10 @@ def test_a_device_that_is_there():
         ("TPU v6e", "tpu", "v6e"),
         ("NVIDIA H100 80GB HBM3", "gpu", "h100"),
         ("NVIDIA H200", "gpu", "h200"),
+        ("NVIDIA H100 PCIe", "gpu", None),
+        ("NVIDIA A100-SXM4-80GB", "gpu", "a100"),
         ("NVIDIA A100-SXM4-40GB", "gpu", None),
+        ("NVIDIA A100 80GB PCIe", "gpu", None),
         ("TPU v9", "tpu", None),
         ("h200", "other", None),
     ]

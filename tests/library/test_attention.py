@@ -100,6 +100,8 @@ def test_layers_in_a_scan_and_an_ensemble():
 def test_soft_caps_that_are_refused():
     with pytest.raises(ValueError, match="softcap = -1.0: must be positive, or 0 for none"):
         layer_of("lrkv", softcap=-1.0)
+    with pytest.raises(ValueError, match="window = -1: must be positive, or 0 for none"):
+        layer_of("lrkv", window=-1)
     cls, keys = MECHANISMS["gqa"]
     config = cls(num_heads=4, key_dim=8, value_dim=8, **keys | dict(alibi=True))
     with pytest.raises(ValueError, match="softcap = 2.0: must be 0 with alibi"):

@@ -104,6 +104,33 @@ def test_layouts_are_those_of_the_mechanisms(name):
         np.testing.assert_allclose(found, expected, atol=1e-12)
 
 
+@pytest.mark.parametrize("K", [4, 2])
+def test_residual_keys_have_their_own_query(K):
+    """By absorbed queries (K = N) and by rebuilt keys."""
+    N, H, R = 4, 8, 2
+    cache = KVCache.allocate("residual", batch=B, capacity=8, dtype=jnp.float32, J=1, K=K, H=H, R=R)
+    entry = {
+        "base_key": (1, H),
+        "base_value": (1, H),
+        "residual_key": (K, R),
+        "residual_value": (K, R),
+        "key_scale": (K, 1),
+    }
+
+    def draw(*shape):
+        return RNG.standard_normal(shape).astype(np.float32)
+
+    cache = cache.append({key: draw(B, 6, *entry[key]) for key in cache.arrays})
+    given = dict(layout="residual", rope_base=BASE, residual_query=draw(B, 1, N, H))
+    given |= dict(expand_key=draw(K, R, H), expand_value=draw(K, R, H))
+    query = draw(B, 1, N, H)
+    found, expected = (
+        decode_attention(query, cache.arrays, cache.lengths, implementation=name, **given)
+        for name in ("xla", "reference")
+    )
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
 def _capped_logits(inputs, cache, first_B, *, softcap, window):
     """Returns logits [B, T, N, S] by the layout's definition, -inf outside the window."""
     by_token = {name: np.moveaxis(np.asarray(x), -1, 1) for name, x in cache.items()}
@@ -179,6 +206,17 @@ WRONG = {
         {"query": np.zeros((3, 8, 16))},
         r"cache\['base_key'\] has shape \[2, 4, 16, 128\]: expected \[B, K, H, S\] = "
         r"\[3, K, 16, S\], where B is the query's first axis; caches have",
+    ),
+    "window": ({"window": -1}, "window = -1: must be positive, or 0 for none"),
+    "half a residual": (
+        {
+            "layout": "tied",
+            "cache": {
+                "base_key": np.zeros((2, 4, 16, 128)),
+                "residual_key": np.zeros((2, 8, 2, 128)),
+            },
+        },
+        r"cache\['residual_key'\] and expand_key: give both, or neither",
     ),
     "softcap": ({"softcap": -1.0}, "softcap = -1.0: must be positive, or 0 for none"),
     "heads": ({"query": np.zeros((2, 6, 16))}, "K = 4 must divide N = 6"),

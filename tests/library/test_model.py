@@ -1,5 +1,6 @@
 """kvjax.load, train, convert_model and evaluate_model, and the public names."""
 
+import json
 import subprocess
 import sys
 import types
@@ -13,6 +14,7 @@ from kvjax.costs import formulas
 from kvjax.decoding.generator import Generator
 from kvjax.decoding.sampling import Sampling
 from kvjax.decoding.text import generate
+from kvjax.evaluate import __main__ as evaluate
 from kvjax.foundation import runtime
 from kvjax.foundation.errors import UserError
 from kvjax.published import hub
@@ -55,6 +57,13 @@ def test_logits_are_those_of_the_whole_pass(model, loaded):
     np.testing.assert_allclose(model.logits(tokens_BT[1]), expected[1], atol=2e-4)
     with pytest.raises(kvjax.UserError, match="the vocabulary has"):
         model.logits([0, 10_000])
+
+
+def test_logits_end_with_the_models_positions(model, monkeypatch):
+    monkeypatch.setattr(type(model._generator), "positions", 8)
+    assert model.logits([1] * 8).shape[0] == 8
+    with pytest.raises(kvjax.UserError, match="tokens: 9 of them, more than the model's 8 pos"):
+        model.logits([1] * 9)
 
 
 def test_published_models_are_converted_and_loaded(tmp_path, monkeypatch):
@@ -114,6 +123,13 @@ def test_benchmarks_are_evaluated_as_by_the_command(workdir, tmp_path, monkeypat
         kvjax.evaluate_model(workdir, tasks=["mmul"])
     with pytest.raises(kvjax.UserError, match="arc_easy"):
         kvjax.evaluate_model(workdir, tasks=["arc_easy"], data=tmp_path)
+    monkeypatch.setattr(evaluate, "main", lambda arguments: print(json.dumps(arguments)))
+    options = dict(file=["a=1", "b=2"], ruler_lengths=(1024, 2048), step=3)
+    given = kvjax.evaluate_model("w", tasks="mmlu", allow_unsandboxed_code=False, **options)
+    assert given == [
+        *("--json", "--workdir=w", "--tasks=mmlu"),
+        *("--file=a=1", "--file=b=2", "--ruler_lengths=1024,2048", "--step=3"),
+    ]
 
 
 def test_public_names_are_there_and_imported_late():

@@ -123,7 +123,7 @@ def test_cudnn_has_no_document_mask(source):
         config_lib.resolve(config)
 
 
-def test_gpus_have_no_kernel_with_a_document_mask(source):
+def test_gpus_have_no_kernel_with_a_document_mask_window_or_soft_cap(source):
     """Estimates of memory and time then assume XLA's attention."""
     kernels = {}
     for separate in (False, True):
@@ -133,3 +133,8 @@ def test_gpus_have_no_kernel_with_a_document_mask(source):
     assert kernels == {False: [False, True, True], True: [False, False, True]}
     config.compute.attention = "xla"
     assert not config_lib.resolve(config).uses_attention_kernel("tpu")
+    for key, value in (("window", 8), ("attention_softcap", 30.0)):
+        config = runs.small_config(*source)
+        config.model[key] = value
+        experiment = config_lib.resolve(config)
+        assert [experiment.uses_attention_kernel(p) for p in ("gpu", "tpu")] == [False, True]

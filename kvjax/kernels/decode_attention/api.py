@@ -73,8 +73,9 @@ def decode_attention(
     options = {"window": window} if window else {}  # kernels have no such arguments
     options |= {"softcap": softcap} if softcap else {}
     name = implementation or chosen(inputs, cache, **options)
-    if softcap and not implementation and _device_kernels():
-        log_once(__name__, logging.WARNING, "decode attention: the kernels have no soft cap: 'xla'")
+    if options and not implementation and _device_kernels():
+        what = " and ".join(options)
+        log_once(__name__, logging.WARNING, f"decode attention: the kernels have no {what}: 'xla'")
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"implementation = {name!r}: must be one of {', '.join(IMPLEMENTATIONS)}")
     check_takes(name, cache, options)

@@ -4,6 +4,7 @@ Tests of sharding over GPUs run on CPUs, with XLA's attention in its place.
 """
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +42,10 @@ def check(q_BTNH, k_BSKH, v_BSKV, options: Options) -> None:
         refuse(f"causal attention of {T} queries over {S} keys: must be equal numbers")
     if (device := _gpu()) is None:
         refuse("compiling it needs cuDNN and an NVIDIA GPU, which is absent")
-    most = 256 if float(device.compute_capability) >= 9 else 128
+    generation = _generation(device)
+    if generation < 8:
+        refuse(f"needs compute capability 8 (Ampere) or more, unlike {device.device_kind}")
+    most = 256 if generation >= 9 else 128
     if dim > most:
         refuse(f"a head dim of {dim} is over {most}, its limit on {device.device_kind}")
 
@@ -50,6 +54,12 @@ def _gpu() -> jax.Device | None:
     """Returns this machine's GPU; None if JAX does not run on one."""
     device = jax.local_devices()[0]
     return device if device.platform == "gpu" else None
+
+
+def _generation(device: jax.Device) -> int:
+    """Returns the first number of the compute capability; 0 for a GPU that is not NVIDIA's."""
+    number = re.match(r"(\d+)\.", str(device.compute_capability))
+    return int(number[1]) if number else 0
 
 
 def softmax_attention(q_BTNH, k_BSKH, v_BSKV, options: Options) -> jax.Array:

@@ -119,6 +119,14 @@ def test_older_gpus_have_narrower_heads(cudnn):
     cudnn.gpu.compute_capability = "8.0"
     with pytest.raises(NotImplementedError, match="192 is over 128, its limit on a GPU"):
         cases.trace(cases.shapes(H=192), implementation="cudnn")
+    cases.trace(cases.shapes(H=128), implementation="cudnn")
+    calls = len(cudnn.calls)
+    for older in ("7.5", "gfx942"):  # a T4; AMD
+        cudnn.gpu.compute_capability = older
+        with pytest.raises(NotImplementedError, match="needs compute capability 8"):
+            cases.trace(cases.shapes(H=64), implementation="cudnn")
+        cases.trace(cases.shapes(H=64))
+    assert len(cudnn.calls) == calls
 
 
 _FIRST_GPU = cudnn_lib._gpu
