@@ -20,6 +20,12 @@ import numpy as np
 from kvjax import cache as cache_lib
 from kvjax.decoding.engine import Engine
 from kvjax.decoding.program import SamplingState
+from kvjax.foundation.errors import UserError
+
+NOT_FINITE = (
+    "the model's logits are NaN or infinite: its weights are damaged, or its training diverged: "
+    "take an earlier --step, or --dtype=float32"
+)
 
 
 class Generation:
@@ -127,6 +133,8 @@ class Generation:
             ids = jax.device_get(token_B)
             new = []
             for b in np.flatnonzero(~self.finished).tolist():
+                if ids[b] < 0:
+                    raise UserError(NOT_FINITE)
                 if self._ends_V[ids[b]] and not is_forced_B[b]:
                     self.finished[b] = True
                 else:

@@ -84,7 +84,10 @@ def keys(key: jax.Array, streams_B: jax.Array, positions_B: jax.Array) -> jax.Ar
 
 
 def sample(logits_BV: jax.Array, keys_B: jax.Array, parameters: Parameters) -> jax.Array:
-    """Samples a token per sequence, [B] int32; greedy ties go to the lowest id."""
+    """Samples a token per sequence, [B] int32; greedy ties go to the lowest id.
+
+    The token is -1 if the largest logit is NaN or infinite.
+    """
     temperature, top_k, top_p = parameters
     wide = logits_BV.dtype
 
@@ -101,7 +104,8 @@ def sample(logits_BV: jax.Array, keys_B: jax.Array, parameters: Parameters) -> j
         return jnp.argmax(z_BV + noise_BV, axis=-1)
 
     token_B = jax.lax.cond(temperature > 0, draw, lambda: jnp.argmax(logits_BV, axis=-1))
-    return token_B.astype(jnp.int32)
+    is_finite_B = jnp.isfinite(jnp.max(logits_BV, axis=-1))
+    return jnp.where(is_finite_B, token_B, -1).astype(jnp.int32)
 
 
 def candidates(logits_BV: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:

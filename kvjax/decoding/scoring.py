@@ -16,7 +16,7 @@ import numpy as np
 
 from kvjax import cache as cache_lib
 from kvjax.cache import Cache
-from kvjax.decoding.generation import padded_chunks
+from kvjax.decoding.generation import NOT_FINITE, padded_chunks
 from kvjax.decoding.generator import Generator, chunk_width
 from kvjax.foundation.configuration import at_least
 from kvjax.foundation.errors import UserError
@@ -173,10 +173,7 @@ class Scorer:
 def _check_finite(values: np.ndarray) -> np.ndarray:
     """Returns the values; raises a UserError if one is NaN or infinite."""
     if not np.isfinite(values).all():
-        raise UserError(
-            "the model's logits are NaN or infinite: its weights are damaged, or its training "
-            "diverged: take an earlier --step, or --dtype=float32"
-        )
+        raise UserError(NOT_FINITE)
     return values
 
 

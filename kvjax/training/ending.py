@@ -15,7 +15,7 @@ from kvjax.attention import family
 from kvjax.decoding.generator import Generator, max_positions
 from kvjax.decoding.text import generate
 from kvjax.foundation import progress, runtime
-from kvjax.foundation.errors import first_line, warn
+from kvjax.foundation.errors import UserError, first_line, warn
 from kvjax.foundation.files import write_atomically
 from kvjax.model.transformer import compute_dtypes
 from kvjax.training.preflight import PreparedRun
@@ -51,11 +51,14 @@ def write(
 
     _write(run.workdir / "curves.png", curves)
     if e.train.sample_tokens:
-        with progress.waiting("writing a sample"):
-            text = _sample(run, graph, params)
-        path = run.workdir / "sample.txt"
-        _write(path, lambda: write_atomically(path, text + "\n"))
-        print(f"\n--- sample ---\n{text}\n--------------\n")
+        try:
+            with progress.waiting("writing a sample"):
+                text = _sample(run, graph, params)
+            path = run.workdir / "sample.txt"
+            _write(path, lambda: write_atomically(path, text + "\n"))
+            print(f"\n--- sample ---\n{text}\n--------------\n")
+        except UserError as error:  # the weights may be NaN; the run is saved
+            warn(f"no sample: {error}")
     print(
         f"validation: {last['validation_bpb']:.4f} bits per byte after {last['tokens']:,} "
         f"tokens (xz -9e on the same text: {yardstick:.4f}); "

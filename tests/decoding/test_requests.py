@@ -2,12 +2,15 @@
 
 import types
 
+from flax import nnx
 import jax
+import numpy as np
 import pytest
 
 from kvjax import cache as cache_lib
 from kvjax.decoding import engine, generator as generator_lib, program
 from kvjax.decoding.generator import Generator
+from kvjax.decoding.sampling import Sampling
 from kvjax.foundation import runtime
 from kvjax.foundation.errors import UserError
 from tests.decoding.prompts import HOT, tokens
@@ -137,6 +140,16 @@ def test_invalid_models_and_options(make_model):
         ("gpu", [gpu], 1, "gpu"),
     ):
         assert engine._for_devices(implementation, devices, chips, None) == chosen
+
+
+@pytest.mark.parametrize("options", [dict(temperature=0.0), dict(temperature=1.0, top_k=3)])
+def test_logits_that_are_not_finite_are_no_token(make_model, options):
+    """The argmax of NaN is token 0, which is often the end of a text."""
+    broken = nnx.clone(make_model("lrkv"))  # models are shared between tests
+    broken.embedding[...] = np.nan * broken.embedding[...]
+    generation = Generator(broken).start([[1, 2]], num_tokens=2, sampling=Sampling(**options))
+    with pytest.raises(UserError, match="logits are NaN or infinite"):
+        next(iter(generation))
 
 
 def test_capacities_are_few():

@@ -13,6 +13,7 @@ from kvjax.config import TrainConfig
 from kvjax.data import tokenizer
 from kvjax.distributed import sharding
 from kvjax.foundation import runtime
+from kvjax.foundation.errors import UserError
 from kvjax.model.transformer import Compute
 from kvjax.training import ending
 from kvjax.workdir import metrics
@@ -29,7 +30,7 @@ class _Shape:
     mechanisms: tuple = (named.mqa(2),)
 
 
-def _end(tmp_path, monkeypatch, capsys, *, limit=None, refused=False, **train):
+def _end(tmp_path, monkeypatch, capsys, *, limit=None, refused=False, diverged=False, **train):
     """Ends a run of a toy model; returns the calls, `sample.txt` if it exists, and the output."""
     calls = types.SimpleNamespace(options=None, read=None, drawn=None)
     dtype = jnp.dtype(jnp.bfloat16)
@@ -40,6 +41,8 @@ def _end(tmp_path, monkeypatch, capsys, *, limit=None, refused=False, **train):
         assert model.embedding[...].tolist() == [0, 1, 2] and compute.dtype == dtype
         assert tokens.decode([65]) == "A" and prompts == [train["sample_prompt"]]
         calls.options = options
+        if diverged:
+            raise UserError("the logits are NaN")
         return types.SimpleNamespace(texts=["is dead.<|bos|>Enter"])
 
     def read(*arguments):
@@ -107,6 +110,9 @@ def test_a_run_ends_with_curves_a_sample_and_a_line_of_figures(tmp_path, monkeyp
         expected = text if num_tokens else f"{prompt}\n"
         assert (calls.options, sample) == (options, expected) and calls.read is None
         assert output.out == f"\n--- sample ---\n{expected}--------------\n\n{figures}"
+    (tmp_path / "sample.txt").unlink()
+    _, sample, output = end(sample_prompt="The king ", sample_tokens=1, diverged=True)
+    assert (sample, *output) == (None, figures, "WARNING: no sample: the logits are NaN\n")
     # With several processes none holds all weights: they are read again, onto one device.
     monkeypatch.setattr(ending.distributed, "count", lambda: 2)
     calls, sample, _ = end(sample_prompt="The king ", sample_tokens=1)
