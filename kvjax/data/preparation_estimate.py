@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import concurrent.futures
 import dataclasses
 import lzma
+import math
 import os
 import pathlib
 import shutil
@@ -208,7 +209,7 @@ def check(corpus: Corpus, workers: int, hours: float | None, *, shown: bool) -> 
             f"{workers} processes: {cost.tokens / 1e9:,.1f}B tokens from "
             f"{progress.size(cost.text_bytes)} of text. Prepare it beforehand, on more cores or a "
             f"cluster: `{corpus.config.command()}` (--plan prints details), or raise the limit "
-            f"here: --prepare_hours={seconds / 3600 * 1.5:.0f}"
+            f"here: --prepare_hours={math.ceil(seconds / 3600 * 1.5)}"
         )
 
 

@@ -1,6 +1,7 @@
 """The tokenizer of a data set: loaded, or trained once on a sample of all parts."""
 
 from collections.abc import Iterator, Sequence
+import itertools
 import json
 import pathlib
 
@@ -17,7 +18,7 @@ from kvjax.data import (
 from kvjax.data.manifest import FORMAT_VERSION, TOKENIZER, digest_of
 from kvjax.data.parts import Part
 from kvjax.foundation import json_text, progress
-from kvjax.foundation.errors import first_line
+from kvjax.foundation.errors import DataError, first_line
 
 # Characters of text that a tokenizer is trained on; more hardly change the merges (nanochat: 2e9).
 TOKENIZER_CHARACTERS = 2_000_000_000
@@ -75,6 +76,12 @@ def tokenizer(
             progress.waiting("reading for the tokenizer", shown=shown) as doing,
         ):
             texts = _training_texts(config, parts, on_error, doing)
+            if (first := next(texts, None)) is None:
+                raise DataError(
+                    f"config.data.source = {config.source!r}: has no training text: no readable "
+                    f"record has text (config.data.text_key = {config.text_key!r})"
+                )
+            texts = itertools.chain([first], texts)
             names = tokenizer_lib.SPECIALS[config.specials]
             trained = tokenizer_lib.train(texts, config.vocab_size, names)
             trained.save(staging / TOKENIZER)

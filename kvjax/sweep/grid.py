@@ -145,8 +145,9 @@ def _clean(value: str) -> str:
 
 
 def _check_different(runs: Sequence[GridRun]) -> None:
-    """Raises a UserError if two runs compute the same, or if a run's name is too long."""
+    """Raises a UserError if two runs compute the same, or if a run's name is too long or taken."""
     names: dict[str, str] = {}  # config -> name of the first run with it
+    taken: set[str] = set()
     for run in runs:
         if len(run.name) > _LONGEST_NAME:
             raise UserError(f"--set: {run.name} is too long a name for a folder; vary fewer keys")
@@ -157,3 +158,6 @@ def _check_different(runs: Sequence[GridRun]) -> None:
                 f"{first} and {run.name} are the same computation: leave out one of the configs or "
                 "values of --set"
             )
+        if run.name in taken:
+            raise UserError(f"two configs have the name {run.name}: rename a file, or sweep twice")
+        taken.add(run.name)

@@ -22,6 +22,7 @@ from kvjax.foundation import progress, runtime
 from kvjax.foundation.checkout import package_digest
 from kvjax.foundation.configuration import to_text
 from kvjax.foundation.errors import UserError
+from kvjax.foundation.rounding import round_up
 from kvjax.kernels.softmax_attention.api import zigzag
 from kvjax.model import parameters
 from kvjax.model.config import TransformerConfig
@@ -78,8 +79,10 @@ def prepare_run(
         workdir
     )  # after `resolve`, which checks NAME of the default runs/NAME
     data, padded = experiment.data, bool(experiment.train.parent)
-    if data.tokenizer not in ("bpe", PARENT):
+    if data.tokenizer not in ("bpe", PARENT) and not is_prepared(data.source):
         tokenizer = vocabulary.load(data)
+        if experiment.mixture is not None:
+            tokenizer = tokenizer.with_specials(CONVERSATION_SPECIALS)
         _check_vocab_size(tokenizer.vocab_size, data, padded, f"tokenizer {data.tokenizer!r}")
     begun = bool(storage.steps(workdir / checkpoint.CHECKPOINTS))
     parent, teacher = find_parent_and_teacher(experiment, begun=begun)
@@ -174,10 +177,15 @@ def prepare_dataset(
 def _check_vocab_size(vocab_size: int, data: DataConfig, padded: bool, source: str) -> None:
     """Raises a UserError unless config.data.vocab_size is the tokenizer's size.
 
+    With a tokenizer.json it may also be that size rounded up to a multiple of 64 or 128.
+
     Args:
       padded: see `prepare_dataset`.
       source: names the tokenizer in the message.
     """
+    rounded = [round_up(vocab_size, multiple) for multiple in (64, 128)]
+    if data.tokenizer.endswith(".json") and data.vocab_size in rounded:
+        return
     if vocab_size != data.vocab_size and not (padded and vocab_size < data.vocab_size):
         raise UserError(
             f"config.data.vocab_size = {data.vocab_size}: the {source} has {vocab_size}; set "

@@ -129,7 +129,15 @@ def test_the_command_lists_what_it_left_out(broken, capsys, monkeypatch):
     assert err.count("skipped: ") == 3
     file = pathlib.Path(broken.source) / "5.jsonl"
     file.write_text("{\n" * 3)
-    options = [f"--source={file}", "--tokenizer=byte", "--workers=1", "--skip_broken"]
-    assert command_line.status(prepare.main, [*arguments, *options]) == 2
-    message = f"the train split is empty once unreadable records are skipped: {file}, line 1 is no"
-    assert message in capsys.readouterr().err
+    options = [f"--source={file}", "--workers=1", "--skip_broken"]
+    no_text = f"--source = '{file}': has no training text: no readable record has text (--text_key"
+    for kind, message in (
+        (
+            "byte",
+            f"the train split is empty once unreadable records are skipped: {file}, line 1 is",
+        ),
+        ("bpe", no_text),
+    ):
+        chosen = [*options, f"--tokenizer={kind}"]
+        assert command_line.status(prepare.main, [*arguments, *chosen]) == 2
+        assert message in capsys.readouterr().err

@@ -34,6 +34,16 @@ def test_a_grid_has_every_combination_seed_by_seed():
     assert last.optimizer.matrix_learning_rate == 0.02
 
 
+def test_two_configs_of_one_name_are_refused(tmp_path):
+    """Their runs would share a folder."""
+    files = [tmp_path / folder / "same.py" for folder in "ab"]
+    for file, rank in zip(files, (8, 16), strict=True):
+        file.parent.mkdir()
+        file.write_text(_TINY.read_text().replace("rank=16", f"rank={rank}"))
+    with pytest.raises(UserError, match="two configs have the name same_seed=0: rename a file"):
+        _runs(files=tuple(files))
+
+
 def test_names_are_folders():
     none, one = _runs("optimizer.tuned=(),('wq',)", "model.mlp_dim=96")
     assert re.fullmatch(r"tuned=[0-9a-f]{6}_mlp_dim=96_seed=0", none.name)

@@ -144,13 +144,29 @@ def test_a_tokenizer_json_with_another_vocabulary(source, tmp_path):
     assert not (tmp_path / "run").exists() and not (tmp_path / "data").exists()
 
 
-def test_prepared_rows_with_another_vocabulary(source, tmp_path):
+def test_prepared_rows_with_another_vocabulary(source, tmp_path, monkeypatch):
     folder = runs.prepare_text(source[0], tmp_path, "xylophone")
     config = runs.small_config(f"prepared:{folder}", "")
     config.data.update(vocab_size=300, tokenizer="bpe")
     data = config_lib.resolve(config).data
     with pytest.raises(UserError, match="^config.data.vocab_size = 300: the tokenizer .* has 272"):
         preflight.prepare_dataset(data)
+    config.data.update(vocab_size=320, tokenizer="of/another/host/tokenizer.json")  # 272, rounded
+    assert preflight.prepare_dataset(config_lib.resolve(config).data).vocab_size == 272
+
+    def find(*_, **__):
+        raise UserError("stopped here")
+
+    monkeypatch.setattr(preflight, "find_parent_and_teacher", find)
+    with pytest.raises(UserError, match="stopped here"):
+        with preflight.prepare_run(config, tmp_path / "run", 1.0):
+            pass
+    config = load_config(CONFIGS / "mid.py:lrkv_tiny", [])
+    config.train.parent, config.data.tokenizer = "", "byte"
+    config.data.vocab_size = 265  # with the special tokens of conversations
+    with pytest.raises(UserError, match="stopped here"):
+        with preflight.prepare_run(config, tmp_path / "run", 1.0):
+            pass
 
 
 def test_hosts_compare_the_code_of_all_folders(monkeypatch):
