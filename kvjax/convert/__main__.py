@@ -233,9 +233,10 @@ def long_rows(options: argparse.Namespace, model: LazyModel, rows_BT: np.ndarray
         try:
             rows_BT = perplexity.calibration_rows(model, options.calibrate, **size)
             break
-        except UserError:  # no row is this long; shorter ones have been read before
+        except perplexity.TooShortError:  # shorter rows have been read before
             length //= 2
-    rows_BT = rows_BT[: max(1, _ATTENTION_TOKENS // rows_BT.shape[1])]
+    texts = config_lib.split_source(options.calibrate)  # whose rows alternate
+    rows_BT = rows_BT[: max(len(texts), _ATTENTION_TOKENS // (rows_BT.shape[1] - 1))]
     if (measured := rows_BT.shape[1] - 1) < longest:
         warn(
             f"--calibrate={options.calibrate}: too short for rows of {longest:,} tokens: attention "

@@ -26,8 +26,10 @@ from kvjax.convert.methods import Method, ThinKeys
 from kvjax.convert.model import LazyModel
 from kvjax.convert.pooled_heads import PooledHeads
 from kvjax.costs import formulas
+from kvjax.data import config as config_lib
 from kvjax.foundation import progress
 from kvjax.foundation.errors import UserError, warn
+from kvjax.model.config import LATENT_CHANNELS
 
 DTYPE = jnp.dtype(jnp.bfloat16)  # the cache's, in budgets and reported sizes
 _COMPARED_TOKENS = 8192  # calibration tokens whose perplexity decides between methods
@@ -66,8 +68,11 @@ def check(options: argparse.Namespace, source: LazyModel) -> None:
             raise UserError(f"--method=auto: no method applies: {reasons}")
         return
     method, config = _make_method(options, source), source.transformer
-    if isinstance(method, LatentAttention) and options.rank is None:
-        method = next(_latent_sizes(options, source, method))
+    if isinstance(method, LatentAttention):
+        if options.rank is None:
+            method = next(_latent_sizes(options, source, method))
+        elif options.rank > (most := _most_channels(source)):
+            raise UserError(f"--rank={options.rank}: must be at most {most}, as the model's width")
     if isinstance(method, PooledHeads) and options.rank is None:
         method = _pooled(options, source)
     ConvertedModel(source, [method] * config.block.num_layers, None)
@@ -117,7 +122,8 @@ def choose(
 
 def _best(options, source: LazyModel, moments, rows_BT: np.ndarray, long_BT: np.ndarray) -> Choice:
     """Returns the methods with the least perplexity on a part of the calibration text."""
-    compared_BT = long_BT[: max(1, _COMPARED_TOKENS // long_BT.shape[1])]
+    texts = config_lib.split_source(options.calibrate)  # whose rows alternate
+    compared_BT = long_BT[: max(len(texts), _COMPARED_TOKENS // (long_BT.shape[1] - 1))]
     regressing_BT = rows_BT[:, :-1] if options.refit else None
 
     best, lowest, compared, refusals = None, np.inf, [], _refusals(options, source)
@@ -196,13 +202,16 @@ def _latent_sizes(options, source: LazyModel, method: LatentAttention) -> Iterat
     Raises:
       UserError: --cache allows none of them.
     """
+    if method.rope_dim % 2:
+        raise UserError(f"--rope_dim={method.rope_dim}: must be even")
     mechanism = source.transformer.mechanisms[0]
+    most = min(method.max_rank(mechanism), _most_channels(source))
     element_bytes = DTYPE.itemsize * len(source.transformer.mechanisms)
     elements, head_dim = _allowed(options, source) // element_bytes, mechanism.key_dim
     widths = [method.rope_dim] if method.rope_dim else [head_dim, head_dim // 2, head_dim // 4]
     found = 0
     for width in widths:
-        rank = min(elements - width, method.max_rank(mechanism))
+        rank = min(elements - width, most)
         step = math.lcm(options.multiple, 2)  # a latent's channels are even
         rank -= rank % step if rank >= step else rank % 2
         if rank >= 2 and width % 2 == 0:
@@ -213,6 +222,11 @@ def _latent_sizes(options, source: LazyModel, method: LatentAttention) -> Iterat
             f"--cache={options.cache}: leaves {elements} elements per token and layer, fewer than "
             f"a RoPE key of {widths[-1]} channels and a latent of 2: give a larger --cache"
         )
+
+
+def _most_channels(source: LazyModel) -> int:
+    """Returns the most channels of a latent: it needs no more than its input has."""
+    return max(source.transformer.block.d_model, LATENT_CHANNELS)
 
 
 def _least_error(sizes, source: LazyModel, moments, statistics) -> LatentAttention:

@@ -19,6 +19,10 @@ _DECODED_ROWS = 8
 _FRAGMENTS = 1.1  # tokens per character; English has about 0.25, a tokenizer of bytes 1
 
 
+class TooShortError(UserError):
+    """A text has no row of the length asked for."""
+
+
 def rows(
     source: str,
     tokenizer: epath.Path,
@@ -39,24 +43,26 @@ def rows(
       text_key: as config.data.text_key.
 
     Raises:
-      UserError: there is no such source, or it is too short for one row.
+      TooShortError: it has no row, or no document for the split.
+      UserError: there is no such source, or it has other tokens.
     """
     try:
         config = DataConfig(
             source=source, text_key=text_key, tokenizer=str(tokenizer), sequence_length=length
         )
+        if config_lib.is_prepared(source):
+            raise UserError("prepared rows have the tokens of another model: give the text itself")
         dataset = loader.open_dataset(prepare.prepare(config))
+    except readers.EmptySplitError as error:
+        raise TooShortError(
+            f"--{key}={source}: has too few documents or lines to hold some out for perplexity: "
+            "give a longer text, or one of more documents"
+        ) from error
     except UserError as error:
-        message = name_options(str(error), key)
-        if isinstance(error, readers.EmptySplitError):
-            message = (
-                "has too few documents or lines to hold some out for perplexity: give a longer "
-                "text, or one of more documents"
-            )
-        raise UserError(f"--{key}={source}: {message}") from error
+        raise UserError(f"--{key}={source}: {name_options(str(error), key)}") from error
     count = dataset.num_rows(split)
     if not count:
-        raise UserError(f"--{key} = {source!r}: has no row of {length} tokens for {split}")
+        raise TooShortError(f"--{key} = {source!r}: has no row of {length} tokens for {split}")
     num_rows = min(count, -(-tokens // length))
     chosen = np.arange(num_rows)
     if split != "validation":
@@ -64,7 +70,18 @@ def rows(
     rows = dataset.rows(split).__getitems__(chosen.tolist())
     rows_BT = np.stack([row["tokens"] for row in rows]).astype(np.int32)
     _warn_of_fragments(dataset, rows_BT[:_DECODED_ROWS], f"--{key}={source}")
-    return rows_BT
+    return _without_padding(rows_BT, dataset.tokenizer.bos_id)
+
+
+def _without_padding(rows_BT: np.ndarray, bos_id: int) -> np.ndarray:
+    """Leaves out the last row of a split if BOS tokens pad it; shortens it if there is no other.
+
+    One BOS at the end may be the start of a document.
+    """
+    padded = int(np.argmax(rows_BT[-1, ::-1] != bos_id))
+    if padded <= 1:
+        return rows_BT
+    return rows_BT[:-1] if len(rows_BT) > 1 else rows_BT[:, :-padded]
 
 
 def _warn_of_fragments(dataset: loader.PackedDataset, rows_BT: np.ndarray, text: str) -> None:
@@ -91,13 +108,27 @@ def calibration_rows(
 ) -> np.ndarray:
     """Returns [B, T + 1] rows in the model's tokens, an equal share of each text, alternating.
 
+    Texts without a row of this length are left out, with a warning.
+
     Args:
       texts: sources, separated by commas, see `rows`.
       tokens: in all, about.
+
+    Raises:
+      TooShortError: no text has a row.
+      UserError: see `rows`.
     """
-    items = config_lib.split_source(texts)
+    items, parts, short = config_lib.split_source(texts), [], []
     share = dict(split="train", length=length, tokens=-(-tokens // len(items)))
-    parts = [model_rows(model, item, key="calibrate", text_key=text_key, **share) for item in items]
+    for item in items:
+        try:
+            parts.append(model_rows(model, item, key="calibrate", text_key=text_key, **share))
+        except TooShortError as error:
+            short.append(error)
+    if not parts:
+        raise short[0]
+    for error in short:
+        warn(f"{error}: left out")
     place = np.concatenate([(np.arange(len(part)) + 0.5) / len(part) for part in parts])
     return np.concatenate(parts)[np.argsort(place, kind="stable")]
 

@@ -19,6 +19,7 @@ _MAX_SIZES = {
     "max_positions": 1 << 24,
     "rope_original": 1 << 24,
 }
+LATENT_CHANNELS = 512  # allowed in any model, since exports to engines pad latents to them
 ACTIVATIONS = ("relu2", "relu", "gelu", "gelu_exact", "swiglu", "geglu")
 
 
@@ -230,8 +231,7 @@ class TransformerConfig:
                     f"{layer} needs whole rows ({type(mechanism).__name__})"
                 )
         for mechanism in self.mechanisms:
-            # A latent may have 512 channels in a narrower model: exports to engines pad it to that.
-            for key, least in (("latent_dim", 512), ("query_rank", 0)):
+            for key, least in (("latent_dim", LATENT_CHANNELS), ("query_rank", 0)):
                 channels, most = getattr(mechanism, key, 0), max(self.block.d_model, least)
                 if channels > most:
                     raise UserError(

@@ -25,6 +25,7 @@ from kvjax.convert import (
 from kvjax.convert.methods import LowRankKV, ThinKeys
 from kvjax.costs import formulas
 from kvjax.foundation import command_line
+from kvjax.foundation.errors import UserError
 from kvjax.model import decoder
 from kvjax.workdir import trained
 from tests import quick
@@ -233,13 +234,13 @@ def test_report_and_record(converted, text, tmp_path):
         ranks=[6] * 6,
         value_ranks=[10] * 6,
         calibrated=dict(text="calibration.jsonl", tokens=240),
-        evaluated=dict(text="held.jsonl", tokens=144),
+        evaluated=dict(text="held.jsonl", tokens=96),
     )
     shares = [0.04231, 0.09556, 0.12163, 0.12331, 0.13212, 0.13868]
     assert [x["key"] for x in lost.values()] == pytest.approx(shares, rel=1e-3)
     shares = [0.00051521, 0.018403, 0.031830, 0.034476, 0.024851, 0.033489]
     assert [x["value"] for x in lost.values()] == pytest.approx(shares, rel=1e-3)
-    assert perplexity == pytest.approx(dict(before=427.3285, after=430.7362), rel=1e-4)
+    assert perplexity == pytest.approx(dict(before=451.9693, after=445.1253), rel=1e-4)
     assert printed == [
         "written: half, from source",
         "calibrated on 240 tokens (calibration.jsonl)",
@@ -254,7 +255,7 @@ def test_report_and_record(converted, text, tmp_path):
         f"regression, {mean[1]:.4f} after (on",
         "held-out calibration rows)",
         "",
-        "perplexity on 144 held-out tokens (held.jsonl): "
+        "perplexity on 96 held-out tokens (held.jsonl): "
         f"{perplexity['before']:.3f} before, {perplexity['after']:.3f} after",
         "",
         "cache: 192 bytes per token in bfloat16, 0.500 of 384",
@@ -262,7 +263,7 @@ def test_report_and_record(converted, text, tmp_path):
         "python -m kvjax.generate --workdir=half --prompt='Once'",
     ]
     longer = "WARNING: --row_length = 48: source was trained on rows of 40 tokens "
-    few = "WARNING: --evaluate=held.jsonl: has 144 tokens, fewer than --evaluate_tokens = 16,384"
+    few = "WARNING: --evaluate=held.jsonl: has 96 tokens, fewer than --evaluate_tokens = 16,384"
     assert errors == longer * 2 + few
 
 
@@ -276,6 +277,18 @@ def test_a_text_of_fragments_is_warned_of(tmp_path, capsys, words, warned):
     perplexity.model_rows(model, str(file), **options)
     said = "tokens per character: the tokenizer has no words of this language"
     assert (said in capsys.readouterr().err) is warned
+
+
+def test_padding_at_the_end_of_a_split_is_no_text(tmp_path):
+    """Bytes as tokens; 0.5 % of the text, 1,250 bytes, are held out."""
+    model = workdirs.Made(workdirs.config("llama", workdirs.mla()))
+    (tmp_path / "a.txt").write_text(("a" * 49 + "\n") * 5000)
+    for length, shape in ((512, (2, 513)), (2048, (1, 1251))):
+        options = dict(split="validation", length=length, tokens=9999, key="evaluate")
+        rows_BT = perplexity.model_rows(model, str(tmp_path / "a.txt"), **options)
+        assert rows_BT.shape == shape
+    with pytest.raises(UserError, match="--evaluate=prepared:x: prepared rows have the tokens of"):
+        perplexity.model_rows(model, "prepared:x", **options)
 
 
 def test_calibration_texts_alternate_with_equal_shares(tmp_path):

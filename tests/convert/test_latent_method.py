@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import types
 
 from flax import nnx
 import jax
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from kvjax.attention import Attention, GroupedConfig
+from kvjax.attention.named import mha
 from kvjax.convert import (
     __main__ as command,
     calibration,
@@ -227,7 +229,7 @@ def test_attention_is_measured_on_long_rows(
 
     def rows(*arguments, length, **options):
         if length > most:
-            raise UserError("has no row of this length")
+            raise perplexity.TooShortError("has no row of this length")
         return read(*arguments, length=length, **options)
 
     def statistics(model, rows_BT, moments):
@@ -240,6 +242,55 @@ def test_attention_is_measured_on_long_rows(
     status, _, errors = run(*options, "--evaluate_tokens=0", f"--attention_length={asked}")
     assert status == 2 and errors.endswith(f"measured on rows of {length}\n"), errors
     assert ("is measured on " in errors) == bool(warned) and warned in errors
+
+
+def test_long_rows_and_those_compared_are_of_all_texts(imported, monkeypatch):
+    """A budget of whole rows is not one row less; a text that is too short is left out."""
+    model, lengths = model_lib.open(str(imported("llama"))), {"a": 9999, "b": 9999, "c": 100}
+
+    def rows(_, source, *, length, tokens, **options):
+        if length > lengths[source]:
+            raise perplexity.TooShortError(f"{source}: has no row of {length} tokens")
+        return np.full((-(-tokens // length), length + 1), ord(source))
+
+    monkeypatch.setattr(perplexity, "model_rows", rows)
+    monkeypatch.setattr(model, "context", 8192)
+    for texts, length, found in (
+        ("a,b", 4096, "abab"),
+        ("a,b", 8192, "ab"),
+        ("a,b,c", 4096, "abab"),
+        ("c", 256, None),
+    ):
+        given = [f"--calibrate={texts}", f"--attention_length={length}", "--row_length=128"]
+        options = command.make_parser().parse([*given, "--method=mla", "--cache=0.5"])
+        short = np.zeros((7, 129), np.int32)
+        rows_BT = command.long_rows(options, model, short)
+        if found is None:
+            assert rows_BT is not short and rows_BT.shape == (7, 129)
+        else:
+            assert "".join(map(chr, rows_BT[:, 0])) == found and rows_BT.shape[1] == length + 1
+
+
+def test_sizes_of_mla_are_possible(imported):
+    """No latent is wider than the model, or than the 512 channels that exports pad to."""
+    model = model_lib.open(str(imported("llama")))
+    wide = dataclasses.replace(model.transformer.block, d_model=600)
+    parser = command.make_parser()
+    for block, most in ((model.transformer.block, 512), (wide, 600)):
+        mechanism = mha(64, head_dim=16)
+        mechanisms = (mechanism,) * block.num_layers
+        transformer = dataclasses.replace(model.transformer, block=block, mechanisms=mechanisms)
+        source = types.SimpleNamespace(transformer=transformer)
+        options = parser.parse(["--method=mla", "--cache=0.9"])
+        method = LatentAttention(rank=2)
+        ranks = {size.rank for size in choice._latent_sizes(options, source, method)}
+        assert ranks == {most}
+    options = parser.parse(["--method=mla", "--rank=602"])
+    options_lib.fill_defaults(options, parser.get_default)
+    with pytest.raises(UserError, match="--rank=602: must be at most 600, as the model's width"):
+        choice.check(options, source)
+    with pytest.raises(UserError, match="--rope_dim=3: must be even"):
+        next(choice._latent_sizes(options, source, LatentAttention(rank=2, rope_dim=3)))
 
 
 def test_command(run, imported, text, tmp_path):
