@@ -144,19 +144,28 @@ def test_more_sums_than_registers_are_refused():
         gpu.check(*_problem(LatentSizes(N=64, C=512)))
 
 
+def test_more_rank_queries_than_shared_memory_are_refused():
+    """Keys of all heads from one latent, as `thin_keys --mode=joint` converts a Llama."""
+    shape = FactoredSizes(N=32, K=8, J=1, R=64, Rv=64)
+    with _on("NVIDIA A100-SXM4-80GB"), pytest.raises(NotImplementedError, match="32 queries in ra"):
+        gpu.check(*_problem(shape))
+
+
 @pytest.mark.aot
 @pytest.mark.parametrize("device", ["a100", "l4"])
 @pytest.mark.parametrize(
     "model, name",
     [
         *(("d36", name) for name in (*D12, "mha_int8", "lrkv_int8", "mla_int8")),
+        ("most", "factored"),
         ("d12", "lrkv"),
         ("d12", "mla"),
     ],
 )
 def test_compiles_without_spills_or_a_copy_of_the_cache(device, model, name):
     pytest.importorskip("jax_cuda13_plugin")
-    shape = shapes.SHAPES[model][name]
+    most = FactoredSizes(N=8, K=4, J=2, R=64, Rv=64)  # four queries in rank space
+    shape = most if model == "most" else shapes.SHAPES[model][name]
     kernels, program = gpu_static.compiled(shape, batch=4, length=32_768, device=device)
     figures, ptx = kernels["decode_attention"]
     few = dict(lrkv_int8=12, mla_int8=32) if device == "l4" else {}

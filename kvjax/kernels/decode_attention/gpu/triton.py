@@ -54,6 +54,7 @@ from kvjax.layers import rope
 TILE_KV = 64  # tokens
 _FEWEST_ROWS = 16  # of an operand of tensor cores
 _MULTIPROCESSORS = 108  # of an A100
+_MOST_RANK_QUERIES = 4  # 8 KiB each in shared memory; with 8 a program exceeds an L4's 99 KiB
 _MOST_SUMS = 8 * 32 * 96  # float32 outputs of 8 warps, in 96 registers of a thread
 _STAGES = 2  # tiles in shared memory: one is copied while the other one is used
 # Bytes of shared memory of a program: A100, A30 (8.0) and Hopper, and others (8.6, 8.9).
@@ -338,6 +339,8 @@ def refusal(inputs: DecodeInputs, cache: Cache) -> str | None:
     if reason := adapters.refusal(ADAPTERS, inputs, cache):
         return reason
     plan = ADAPTERS[type(inputs)](inputs, cache).plan
+    if (queries := len(plan.rotated) * plan.group_size) > _MOST_RANK_QUERIES:
+        return f"has no shared memory for {queries} queries in rank space"
     if _sums(plan) > _MOST_SUMS:
         return f"has no registers for {plan.columns} queries on {len(plan.values)} slabs of values"
     return None
