@@ -25,7 +25,7 @@ from experiments.benchmarks import runner
 from experiments.benchmarks.runner import Option, Options
 from experiments.evaluation.scores import percent
 from kvjax.convert import export, huggingface, into_folder, model as model_lib
-from kvjax.evaluate import ruler, ruler_materials, ruler_tasks, scores
+from kvjax.evaluate import rows as rows_lib, ruler, ruler_materials, ruler_tasks, scores
 from kvjax.evaluate.ruler import RulerSet
 from kvjax.foundation import command_line, progress
 from kvjax.foundation.checkout import ROOT
@@ -33,6 +33,7 @@ from kvjax.foundation.errors import UserError
 from kvjax.foundation.output import Output
 from kvjax.workdir import dialogue as dialogue_lib, trained
 
+GENERATED = tuple(name for name in ruler_tasks.TASKS if name not in ruler_tasks.DOCUMENT_TASKS)
 PRESSES = ("none", "snapkv", "expected_attention", "knorm", "streaming_llm")
 _CHILD = "import sys, kvpress_answers as k; k.main(*sys.argv[1:])"
 
@@ -51,9 +52,7 @@ OPTIONS = {
         parse=_absolute,
     ),
     "press": Option(list(PRESSES), "press, may be repeated", known=PRESSES),
-    "task": Option(
-        ["vt", "niah_single_1"], "task, may be repeated", known=tuple(ruler_tasks.TASKS)
-    ),
+    "task": Option(["vt", "niah_single_1"], "task, may be repeated", known=GENERATED),
     "ruler_lengths": Option("1024", "tokens of a prompt and its answer"),
     "ruler_samples": Option(ruler.SAMPLES, "questions per task and length"),
     "cache": Option(0.5, "share of the prompt's tokens that are kept", least=0.01, most=1.0),
@@ -65,7 +64,8 @@ def measured(options: Options) -> dict:
     run = trained.find(options.workdir)
     if not shutil.which(options.python):
         raise UserError(f"--python={options.python}: cannot be run; --help says how to make it")
-    dialogue = dialogue_lib.of(run)
+    day = rows_lib.day(run.workdir / rows_lib.FOLDER / str(run.step))
+    dialogue = dialogue_lib.of(run, limit=ruler.MOST_TOKENS, day=day)
     given = ruler.options(
         [f"ruler_{task}" for task in options.task],
         {},

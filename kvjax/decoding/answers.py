@@ -79,6 +79,7 @@ def answers(
     on_token: Callable[[int, int, str], None] | None = None,
     on_compile: Callable[[], None] | None = None,
     timing: Callable[[Timing], None] | None = None,
+    is_continued: bool | None = None,
 ) -> list[Answer]:
     """Answers each prompt.
 
@@ -92,6 +93,7 @@ def answers(
         final; at the end with token -1 and the remaining text.
       on_compile: see `Generator.start`.
       timing: called once with the batch's timing.
+      is_continued: True if an answer's text continues the prompt's; None: without a chat format.
 
     Raises:
       UserError: an unknown mode, an empty stop string; see `Generator.start` for the rest.
@@ -111,7 +113,8 @@ def answers(
     calculators = [
         CalculatorCalls(tokenizer, specials, mode) if specials else None for _ in prompts
     ]
-    is_continued = dialogue.name == ""  # plain texts, not answers
+    if is_continued is None:
+        is_continued = dialogue.name == ""
     streams = [TextStream(tokenizer, stop, is_continued=is_continued) for _ in prompts]
     for new in generation:
         for b, token in new:

@@ -21,6 +21,7 @@ from kvjax.foundation.output import Table
 
 # Identity keys that may differ between two models.
 _MODEL_KEYS = ("checkpoint", "tokenizer", "template", "day", "ends", "cache_dtype")
+_PROMPT_KEYS = ("tokenizer", "template", "day")  # that determine prompts, beside the data
 _DEFAULTS = dict(calculator=calculator.MODES[0])  # keys that earlier versions did not write
 
 
@@ -31,12 +32,14 @@ class Evaluated:
     Attributes:
       identities: everything that determines a task's verdicts, by task.
       verdicts: verdicts (credits of RULER), by task and row.
+      prompts: digests of the prompts, by task and row; old rows have none.
       chances: accuracy of guessing by CORE task; empty unless all of CORE was evaluated.
     """
 
     name: str
     identities: Mapping[str, dict]
     verdicts: Mapping[str, Mapping[int, float]]
+    prompts: Mapping[str, Mapping[int, str]]
     chances: Mapping[str, float]
 
 
@@ -69,8 +72,9 @@ def open(name: str, option: str = "--compare") -> Evaluated:
       UserError: there is no such evaluation.
     """
     folder = runtime.path(option, name)
-    if matching_entries(folder, "*.jsonl"):
-        return _read(name, folder)
+    # A folder of --out has rows; a workdir has other .jsonl files.
+    if matching_entries(folder, "*.jsonl") and (evaluated := _read(name, folder)).verdicts:
+        return evaluated
     path, separator, step = name.rpartition("@")
     by_step = bool(separator) and rows_lib.is_folder(step)
     root = runtime.path(option, path if by_step else name) / rows_lib.FOLDER
@@ -93,17 +97,17 @@ def _order(folder: str) -> tuple[int, str]:
 
 
 def _read(name: str, folder: epath.Path) -> Evaluated:
-    identities, verdicts = {}, {}
+    identities, verdicts, prompts = {}, {}, {}
     for file in matching_entries(folder, "*.json"):
         task = file.name.removesuffix(".json")
         if not (parts := rows_lib.files_of(folder, task)):
             continue  # the summary, or an unrelated file
         identities[task] = json_text.read_object(file, "evaluate again")
-        rows = {}
-        for part in parts:
-            rows |= {row["index"]: scores.credit(row) for row in rows_lib.of_file(part)}
-        verdicts[task] = rows
-    return Evaluated(name, identities, verdicts, summary.chances_of_core(summary.read(folder)))
+        rows = {row["index"]: row for part in parts for row in rows_lib.of_file(part)}
+        verdicts[task] = {i: scores.credit(row) for i, row in rows.items()}
+        prompts[task] = {i: row["prompt"] for i, row in rows.items() if "prompt" in row}
+    chances = summary.chances_of_core(summary.read(folder))
+    return Evaluated(name, identities, verdicts, prompts, chances)
 
 
 def compare(one: Sequence[Evaluated], other: Sequence[Evaluated]) -> dict[str, dict]:
@@ -174,6 +178,13 @@ def _check_alike(task: str, models: Sequence[Evaluated]) -> None:
                 raise UserError(
                     f"--compare: {task} was evaluated with {key} = {a.get(key)!r} for {first.name} "
                     f"and with {b.get(key)!r} for {other.name}: evaluate both with the same"
+                )
+        if all(a.get(key) == b.get(key) for key in _PROMPT_KEYS):
+            prompts = first.prompts[task], other.prompts[task]
+            if any(prompts[0][i] != prompts[1][i] for i in prompts[0].keys() & prompts[1].keys()):
+                raise UserError(
+                    f"--compare: {task} has other prompts for {first.name} than for {other.name}, "
+                    "though tokenizer and template are the same: evaluate the older again"
                 )
 
 

@@ -95,6 +95,8 @@ def check(model: ModelInfo | BenchmarkModel, plan: Plan, context: int) -> Checke
         else:
             if name == "humaneval":
                 _check_tests(items, questions.places, plan.answers.helpers)
+            elif name == "gsm8k":
+                _check_answers(items, questions.places)
             prompts = [generated.prompt(model, item, plan.answers.mode) for item in items]
             num_tokens = plan.answers.num_tokens
         warnings += _check_lengths(model, name, questions.places, prompts, num_tokens, context)
@@ -111,6 +113,12 @@ def _check_tests(items, places, helpers: str) -> None:
             sandbox.check(sandbox.Problem("", test, item.entry_point))
         except sandbox.SandboxError as error:
             raise UserError(f"{place}: {error}") from error
+
+
+def _check_answers(items, places) -> None:
+    for item, place in zip(items, places, strict=False):  # a limit shortens items
+        if generated.number(item.answer) is None:
+            raise UserError(f"{place}: answer = {item.answer[-40:]!r}: must have '#### NUMBER'")
 
 
 def _check_lengths(model, name, places, prompts, num_tokens: int, context: int) -> list[str]:
@@ -199,6 +207,9 @@ def run(model: BenchmarkModel, plan: Plan, stores: Mapping[str, RowStore]) -> di
         ask = functools.partial(ruler.ask, model, ruler_set)
         count = plan.count(len(ruler_set.prompts))
         results[name] = _run_task(name, stores[name], count, model.batch, ask)
+    for name, done in results.items():  # other processes may have added rows meanwhile
+        stores[name].reload()
+        done.rows = stores[name].first(done.total)
     return results
 
 
@@ -216,5 +227,4 @@ def _run_task(name: str, store: RowStore, count: int, block: int, ask) -> TaskRo
             done = store.first(count)
             credit = sum(map(scores.credit, done.values()))
             bar.step(f"{100 * credit / len(done):.1f} % right", len(new))
-    store.reload()  # other processes may have added rows meanwhile
     return TaskRows(store.first(count), count, len(missing), time.monotonic() - start_time)

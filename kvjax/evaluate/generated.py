@@ -65,7 +65,7 @@ def ask(
     is_completed = isinstance(items[indices[0]], CodeProblem) and options.mode == "completion"
     generation = dict(num_tokens=options.num_tokens, mode=options.calculator)
     if is_completed:
-        generation |= dict(stop=STOP)
+        generation |= dict(stop=STOP, is_continued=True)
     answers = model.answers([ids for ids, _ in prompts], **generation)
     rows = [
         _row(i, *prompt, answer)

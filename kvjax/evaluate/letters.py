@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from kvjax.conversation import questions
+from kvjax.conversation.dialogue import Dialogue
 from kvjax.conversation.questions import MultipleChoice
-from kvjax.data.tokenizer import Tokenizer
 from kvjax.evaluate.model import BenchmarkModel
 from kvjax.foundation.errors import UserError
 
@@ -24,7 +24,7 @@ def ask(
 ) -> list[dict[str, Any]]:
     """Evaluates some questions; returns their rows."""
     prompts = [prompt(model, items[i]) for i in indices]
-    candidates = [letter_ids(model.tokenizer, items[i].letters) for i in indices]
+    candidates = [letter_ids(model.dialogue, items[i].letters) for i in indices]
     logits_of_prompts = model.choices([ids for ids, _ in prompts], candidates)
     return [
         _row(i, items[i], *prompt, logits)
@@ -39,15 +39,19 @@ def prompt(model: BenchmarkModel, item: MultipleChoice) -> tuple[list[int], bool
     return rendered.ids, rendered.is_cut
 
 
-def letter_ids(tokenizer: Tokenizer, letters: Sequence[str]) -> list[int]:
-    """Returns the token id of each letter.
+def letter_ids(dialogue: Dialogue, letters: Sequence[str]) -> list[int]:
+    """Returns the token id of each letter at the start of an answer.
 
     Raises:
       UserError: a letter that is not one token.
     """
-    letter_tokens = []
+    asked = [dict(role="user", content="?")]
+    opened, letter_tokens = dialogue.prompt(asked).ids, []
     for letter in letters:
-        ids = tokenizer.encode(letter)
+        begun = dialogue.begun(asked, letter)
+        ids = begun[len(opened) :] if begun[: len(opened)] == opened else []
+        if len(ids) != 1:  # the template writes more before the answers that it is given
+            ids = dialogue.tokenizer.encode(letter)
         if len(ids) != 1:
             raise UserError(
                 f"the letter {letter!r} is {len(ids)} tokens in this tokenizer: answers cannot be "
@@ -59,7 +63,7 @@ def letter_ids(tokenizer: Tokenizer, letters: Sequence[str]) -> list[int]:
 
 def check(model: BenchmarkModel, items: Sequence[MultipleChoice]) -> None:
     """Raises a UserError if a letter of the questions is not one token."""
-    letter_ids(model.tokenizer, sorted({letter for item in items for letter in item.letters}))
+    letter_ids(model.dialogue, sorted({letter for item in items for letter in item.letters}))
 
 
 def _row(

@@ -215,7 +215,7 @@ def test_bad_options_give_one_line(checked):
 
 
 def test_default_options():
-    assert vars(evaluate._parser().parse([])) == dict(
+    assert vars(evaluate.make_parser().parse([])) == dict(
         dict.fromkeys(("workdir", "tasks", "dtype", "cache_dtype", "out", "compare"), ""),
         **dict.fromkeys(("json", "markdown", "allow_unsandboxed_code"), False),
         data="~/data",

@@ -1,5 +1,8 @@
 """Checks of a plan before a model is evaluated."""
 
+import dataclasses
+
+from etils import epath
 import pytest
 
 from kvjax.conversation.dialogue import NativeDialogue
@@ -11,7 +14,7 @@ from kvjax.evaluate.generated import AnswerOptions
 from kvjax.evaluate.model import ModelInfo
 from kvjax.evaluate.task import TASKS
 from kvjax.foundation.errors import UserError
-from tests.evaluate.oracles import DIALOGUE, TOKENIZER
+from tests.evaluate.oracles import DIALOGUE, TOKENIZER, Oracle
 
 SHORT = MultipleChoice("Which?", ("a", "b"), ("A", "B"), "A")
 LONG = MultipleChoice("Which of these? " * 20, ("a", "b"), ("A", "B"), "B")
@@ -45,6 +48,33 @@ def test_answers_need_positions():
     assert evaluation.check(_model(size + 99), plan, 10_000).warnings == []
     with pytest.raises(UserError, match=f"{size} tokens and 100 to generate.*--num_tokens"):
         evaluation.check(_model(size + 98), plan, 10_000)
+
+
+def test_questions_without_a_number_are_refused():
+    plan = _plan("gsm8k", [MathProblem("How many?", "#### 1"), MathProblem("And now?", "18")])
+    with pytest.raises(UserError, match="line 2: answer = '18': must have '#### NUMBER'"):
+        evaluation.check(_model(), plan, 10_000)
+
+
+def test_rows_that_other_processes_add_meanwhile_are_counted(tmp_path):
+    """This process ends last; the other had not ended the first task when this one did."""
+    arc, mmlu = _plan("arc_easy", [SHORT] * 4), _plan("mmlu", [SHORT] * 4)
+    plan = Plan(arc.questions | mmlu.questions, share=(0, 2))
+    identity = dict(checkpoint="a")
+    given = dict(identities=dict.fromkeys(plan.questions, identity), defaults={}, prompts={})
+    other = dataclasses.replace(arc, share=(1, 2))
+    asked = []
+
+    def letter(text, n):
+        asked.append(text)
+        if len(asked) == 3:  # in the second task
+            with evaluation.opened(other, epath.Path(tmp_path), **given) as stores:
+                evaluation.run(Oracle(lambda text, n: [1, 0]), other, stores)
+        return [1, 0]
+
+    with evaluation.opened(plan, epath.Path(tmp_path), **given) as stores:
+        done = evaluation.run(Oracle(letter), plan, stores)
+    assert {name: len(task.rows) for name, task in done.items()} == dict(arc_easy=4, mmlu=2)
 
 
 def test_warnings_of_long_prompts():

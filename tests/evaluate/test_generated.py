@@ -1,5 +1,7 @@
 """GSM8K and HumanEval: judging answers, and calculator calls."""
 
+from unittest import mock
+
 import pytest
 
 from kvjax import sandbox
@@ -154,6 +156,11 @@ def test_completion_mode():
     ):
         prompt = prompt_hash([oracles.TOKENIZER.bos_id, *encoded[i]])
         assert rows[i] == dict(index=i, prompt=prompt) | same | verdict
+
+    made = mock.patch.object(Oracle, "answers", autospec=True, side_effect=Oracle.answers)
+    with made as asked:
+        _programs(completion, mode="completion", judge=judge)
+    assert asked.call_args.kwargs["is_continued"] is True  # the first indent is kept
 
     ids = [oracles.DIALOGUE.specials.python_start, *oracles.answer_tokens("def f(): pass")]
     rows = _programs(lambda prompt: list(ids), judge=judge)

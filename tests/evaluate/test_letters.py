@@ -1,14 +1,14 @@
 """Multiple choice: the letter with the largest logit among the row's letters."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 
+from kvjax.conversation.dialogue import NativeDialogue, TemplatedDialogue
 from kvjax.conversation.questions import MultipleChoice
 from kvjax.data import tokenizer as tokenizer_lib
 from kvjax.evaluate import letters
 from kvjax.foundation.errors import UserError
+from tests import sentencepiece_files
 from tests.evaluate import oracles
 from tests.evaluate.oracles import Oracle
 
@@ -64,12 +64,19 @@ def test_letters_of_the_row():
 
 def test_letters_of_two_tokens():
     tokenizer = tokenizer_lib.train(["abc def " * 9] * 3, 266, tokenizer_lib.CONVERSATION_SPECIALS)
-    letters.letter_ids(tokenizer, "ABCD")
+    dialogue = NativeDialogue(tokenizer, "a test")
+    letters.letter_ids(dialogue, "ABCD")
+    with pytest.raises(UserError, match="the letter 'AB' is 2 tokens"):
+        letters.letter_ids(dialogue, ["AB"])
 
-    @dataclasses.dataclass
-    class Split:
-        def encode(self, text):
-            return [1, 2]
 
-    with pytest.raises(UserError, match="the letter 'A' is 2 tokens"):
-        letters.letter_ids(Split(), "A")
+def test_letters_are_encoded_as_the_template_writes_them():
+    """Without a blank after a newline; as a text of its own if answers have a longer opening."""
+    made = tokenizer_lib.from_json(sentencepiece_files.backend("metaspace").to_str(), "a test")
+    names = {"tokenizer_config.json": dict(eos_token="</s>")}
+    for opening, text in (("answer:\n", "a"), ("", "▁a")):
+        template = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}</s>{% else %}"
+        template += "answer:\n{{ m.content }}{% endif %}{% endfor %}"
+        template += "{% if add_generation_prompt %}" + opening + "{% endif %}"
+        dialogue = TemplatedDialogue(made, template, names)
+        assert letters.letter_ids(dialogue, ["a"]) == [made.vocabulary()[text]]

@@ -116,7 +116,8 @@ def _evaluated(right: dict[str, int], questions: int = 48) -> compare.Evaluated:
     """Returns an evaluation with the first `right[task]` questions of each task right."""
     verdicts = {t: {i: i < count for i in range(questions)} for t, count in right.items()}
     chances = {"core_a": 0.25, "core_b": 0.5}
-    return compare.Evaluated("runs/x", {task: {} for task in right}, verdicts, chances)
+    no_prompts = {task: {} for task in right}
+    return compare.Evaluated("runs/x", no_prompts, verdicts, no_prompts, chances)
 
 
 def test_compare():

@@ -45,8 +45,21 @@ def test_missing_rows(folder, opened):
     (folder / "list.json").write_text("[1]")  # an unrelated file
     assert rows_lib.day(folder) == ""
     verdicts = {"mmlu": {0: False, 2: False}}
+    (folder.parent.parent / "metrics.jsonl").write_text("{}\n")  # as every trained run has
     for name in (folder, folder.parent.parent):
         assert compare.open(str(name)).verdicts == verdicts
+
+
+def test_rows_of_different_prompts_are_not_compared(folder, opened):
+    """Unless their tokenizers or templates differ."""
+    for name, prompt, template in (("a", "p", 1), ("b", "p", 1), ("c", "q", 1), ("d", "q", 2)):
+        identity = IDENTITY | dict(template=template)
+        opened(folder / name, "mmlu", identity, (0, 1)).add([_row(0) | dict(prompt=prompt)])
+    a, *others = (compare.open(str(folder / name)) for name in "abcd")
+    for other in (others[0], others[2]):
+        assert compare.compare([a], [other])["mmlu"]["rows"] == 1
+    with pytest.raises(UserError, match="mmlu has other prompts for .*/a than for .*/c, though"):
+        compare.compare([a], [others[1]])
 
 
 def test_truncated_rows(folder, opened):
