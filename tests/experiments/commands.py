@@ -149,7 +149,7 @@ BAD = (  # command, options, what the line says
     ("scaling_table", "--only=mha*", "--only=mha*: needs --compile"),
     ("scaling_table", "--check --compile", "--check --compile: give one of them"),
     ("scores", "--workdirs=", "--workdirs is missing: give workdirs"),
-    ("scores", "--workdirs=w --name=a/b", "--name='a/b': must have letters, digits and _ alone"),
+    ("scores", "--workdirs=w --name=a/b", "--name='a/b': must be 1 to 64 letters, digits or _"),
     ("scores", "--workdirs=nowhere", "nowhere has no evaluation: python -m kvjax.evaluate"),
     ("cache_bits", "--mechanisms=mhla", "did you mean 'mla'?"),
     ("small_caches", "--runs=", "--runs= is empty"),
