@@ -109,8 +109,6 @@ def _run(options: argparse.Namespace, out: Output) -> None:
         options.out or f"runs/analysis/{_file_name(model.name)}", (HTML, JSON)
     )
     _check_length(model, lengths[-1])
-    if beside is not None:
-        _check_length(beside, lengths[-1])
     with progress.waiting("reading texts"):
         tokens = texts.tokens(sources, model, lengths[-1])
         request = Request(tokens, lengths, beside, _snapshots(options, model), heads)
@@ -289,8 +287,7 @@ def _about(
     origin = provenance.provenance("matplotlib", "scipy")
     name = model.name
     if isinstance(model, model_lib.TrainedModel):
-        checkpoint = trained.find(runtime.path("--model", options.workdir or options.model))
-        name += f", checkpoint of step {checkpoint.step:,}"
+        name += f", checkpoint of step {model.step:,}"
     block = model.transformer.block
     parameters = formulas.parameters(model.transformer)["total"]
     return {

@@ -117,7 +117,7 @@ def training_step(
 
 
 def _mean_keys(T: int, window: int) -> float:
-    """Returns the mean keys per query that a causal kernel computes, at least; window 0: none."""
+    """Returns how many keys a query sees on average; window 0: all before it."""
     W = min(window or T, T)
     return W - W * W / (2 * T)
 

@@ -231,7 +231,7 @@ def long_rows(options: argparse.Namespace, model: LazyModel, rows_BT: np.ndarray
     while length > options.row_length:
         size = dict(length=length, tokens=_ATTENTION_TOKENS, text_key=options.text_key)
         try:
-            rows_BT = perplexity.calibration_rows(model, options.calibrate, **size)
+            rows_BT = perplexity.calibration_rows(model, options.calibrate, all_texts=False, **size)
             break
         except perplexity.TooShortError:  # shorter rows have been read before
             length //= 2

@@ -72,7 +72,10 @@ def check(options: argparse.Namespace, source: LazyModel) -> None:
         if options.rank is None:
             method = next(_latent_sizes(options, source, method))
         elif options.rank > (most := _most_channels(source)):
-            raise UserError(f"--rank={options.rank}: must be at most {most}, as the model's width")
+            raise UserError(
+                f"--rank={options.rank}: must be at most {most}: the model's width, or "
+                f"{LATENT_CHANNELS} if that is more"
+            )
     if isinstance(method, PooledHeads) and options.rank is None:
         method = _pooled(options, source)
     ConvertedModel(source, [method] * config.block.num_layers, None)

@@ -88,7 +88,7 @@ class TrainedModel:
 
     def __init__(self, workdir: epath.Path | trained.SavedModel):
         saved = workdir if isinstance(workdir, trained.SavedModel) else trained.find(workdir)
-        self.name = saved.workdir.name
+        self.name, self.step = saved.workdir.name, saved.step
         self.transformer = saved.experiment.model
         self.context, self.token_files = saved.context, saved.token_files
         self.tokenizer_json = (saved.workdir / manifest.TOKENIZER).read_text()

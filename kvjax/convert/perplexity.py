@@ -43,20 +43,20 @@ def rows(
       text_key: as config.data.text_key.
 
     Raises:
-      TooShortError: it has no row, or no document for the split.
-      UserError: there is no such source, or it has other tokens.
+      TooShortError: it has no row.
+      UserError: there is no such source, or it has too few documents.
     """
     try:
         config = DataConfig(
             source=source, text_key=text_key, tokenizer=str(tokenizer), sequence_length=length
         )
         if config_lib.is_prepared(source):
-            raise UserError("prepared rows have the tokens of another model: give the text itself")
+            raise UserError("prepared rows may have other tokens: give the text itself")
         dataset = loader.open_dataset(prepare.prepare(config))
     except readers.EmptySplitError as error:
-        raise TooShortError(
-            f"--{key}={source}: has too few documents or lines to hold some out for perplexity: "
-            "give a longer text, or one of more documents"
+        raise UserError(
+            f"--{key}={source}: has too few documents or lines to hold some out: give a longer "
+            "text, or one of more documents"
         ) from error
     except UserError as error:
         raise UserError(f"--{key}={source}: {name_options(str(error), key)}") from error
@@ -104,18 +104,23 @@ def model_rows(model: LazyModel, source: str, **options) -> np.ndarray:
 
 
 def calibration_rows(
-    model: LazyModel, texts: str, *, length: int, tokens: int, text_key: str = DataConfig.text_key
+    model: LazyModel,
+    texts: str,
+    *,
+    length: int,
+    tokens: int,
+    text_key: str = DataConfig.text_key,
+    all_texts: bool = True,
 ) -> np.ndarray:
     """Returns [B, T + 1] rows in the model's tokens, an equal share of each text, alternating.
-
-    Texts without a row of this length are left out, with a warning.
 
     Args:
       texts: sources, separated by commas, see `rows`.
       tokens: in all, about.
+      all_texts: False: texts without a row of this length are left out, with a warning.
 
     Raises:
-      TooShortError: no text has a row.
+      TooShortError: a text has no row; with `all_texts=False`, none has.
       UserError: see `rows`.
     """
     items, parts, short = config_lib.split_source(texts), [], []
@@ -124,11 +129,13 @@ def calibration_rows(
         try:
             parts.append(model_rows(model, item, key="calibrate", text_key=text_key, **share))
         except TooShortError as error:
+            if all_texts:
+                raise
             short.append(error)
     if not parts:
         raise short[0]
     for error in short:
-        warn(f"{error}: left out")
+        warn(f"{error}: attention is measured without it")
     place = np.concatenate([(np.arange(len(part)) + 0.5) / len(part) for part in parts])
     return np.concatenate(parts)[np.argsort(place, kind="stable")]
 

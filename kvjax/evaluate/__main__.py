@@ -31,6 +31,7 @@ from kvjax.evaluate import (
     datasets,
     evaluation,
     generated,
+    letters,
     rows,
     ruler,
     ruler_materials,
@@ -183,7 +184,10 @@ def _evaluate(options: argparse.Namespace, out: Output) -> None:
     with evaluation.opened(
         plan,
         epath.Path(folder),
-        identities={name: _identity(name, about, data) for name in evaluation.names(plan)},
+        identities={
+            name: _identity(name, about, data) | _letters(name, dialogue)
+            for name in evaluation.names(plan)
+        },
         defaults=_defaults(saved, about["options"]),
         prompts=checked.prompts,
     ) as stores:
@@ -326,6 +330,16 @@ def _identity(name: str, about: Mapping[str, Any], data: Mapping[str, Any]) -> d
         keys = ("humaneval", "humaneval_helpers", "sandbox")
         identity |= {key: options[key] for key in keys if key in options}
     return identity
+
+
+def _letters(name: str, dialogue: Dialogue) -> dict[str, list[int]]:
+    """Returns the letters' tokens, unless they are those of letters alone, as in earlier rows."""
+    task = task_lib.TASKS.get(name)
+    if task is None or task.kind != task_lib.LETTERS:
+        return {}
+    ids = letters.letter_ids(dialogue, "ABCD")
+    alone = [token for letter in "ABCD" for token in dialogue.tokenizer.encode(letter)]
+    return {} if ids == alone else dict(letters=ids)
 
 
 def _defaults(saved: trained.SavedModel, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,14 +13,14 @@ from kvjax.conversation import calculator
 from kvjax.evaluate import paired, rows as rows_lib, ruler, scores, summary
 from kvjax.evaluate.paired import Difference
 from kvjax.evaluate.scores import Score
-from kvjax.evaluate.task import TASKS
+from kvjax.evaluate.task import TASKS, is_ruler
 from kvjax.foundation import intervals, json_text, runtime
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.files import matching_entries
 from kvjax.foundation.output import Table
 
 # Identity keys that may differ between two models.
-_MODEL_KEYS = ("checkpoint", "tokenizer", "template", "day", "ends", "cache_dtype")
+_MODEL_KEYS = ("checkpoint", "tokenizer", "template", "day", "ends", "letters", "cache_dtype")
 _PROMPT_KEYS = ("tokenizer", "template", "day")  # that determine prompts, beside the data
 _DEFAULTS = dict(calculator=calculator.MODES[0])  # keys that earlier versions did not write
 
@@ -179,13 +179,17 @@ def _check_alike(task: str, models: Sequence[Evaluated]) -> None:
                     f"--compare: {task} was evaluated with {key} = {a.get(key)!r} for {first.name} "
                     f"and with {b.get(key)!r} for {other.name}: evaluate both with the same"
                 )
-        if all(a.get(key) == b.get(key) for key in _PROMPT_KEYS):
-            prompts = first.prompts[task], other.prompts[task]
-            if any(prompts[0][i] != prompts[1][i] for i in prompts[0].keys() & prompts[1].keys()):
-                raise UserError(
-                    f"--compare: {task} has other prompts for {first.name} than for {other.name}, "
-                    "though tokenizer and template are the same: evaluate the older again"
-                )
+        # CORE's prompts depend on the model's positions, too.
+        has_own_prompts = task not in TASKS and not is_ruler(task)
+        if has_own_prompts or any(a.get(key) != b.get(key) for key in _PROMPT_KEYS):
+            continue
+        one, two = first.prompts[task], other.prompts[task]
+        changed = any(one[i] != two[i] for i in one.keys() & two.keys())
+        if changed or a.get("letters") != b.get("letters"):
+            raise UserError(
+                f"--compare: {task} has other prompts for {first.name} than for {other.name}, "
+                "though tokenizer and template are the same: evaluate the older again"
+            )
 
 
 def table(results: Mapping[str, dict], one: Sequence[str], other: Sequence[str]) -> Table:

@@ -24,7 +24,9 @@ def ask(
 ) -> list[dict[str, Any]]:
     """Evaluates some questions; returns their rows."""
     prompts = [prompt(model, items[i]) for i in indices]
-    candidates = [letter_ids(model.dialogue, items[i].letters) for i in indices]
+    different = {items[i].letters for i in indices}
+    by_letters = {each: letter_ids(model.dialogue, each) for each in different}
+    candidates = [by_letters[items[i].letters] for i in indices]
     logits_of_prompts = model.choices([ids for ids, _ in prompts], candidates)
     return [
         _row(i, items[i], *prompt, logits)

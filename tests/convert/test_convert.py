@@ -287,7 +287,7 @@ def test_padding_at_the_end_of_a_split_is_no_text(tmp_path):
         options = dict(split="validation", length=length, tokens=9999, key="evaluate")
         rows_BT = perplexity.model_rows(model, str(tmp_path / "a.txt"), **options)
         assert rows_BT.shape == shape
-    with pytest.raises(UserError, match="--evaluate=prepared:x: prepared rows have the tokens of"):
+    with pytest.raises(UserError, match="--evaluate=prepared:x: prepared rows may have other"):
         perplexity.model_rows(model, "prepared:x", **options)
 
 

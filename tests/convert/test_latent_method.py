@@ -287,7 +287,9 @@ def test_sizes_of_mla_are_possible(imported):
         assert ranks == {most}
     options = parser.parse(["--method=mla", "--rank=602"])
     options_lib.fill_defaults(options, parser.get_default)
-    with pytest.raises(UserError, match="--rank=602: must be at most 600, as the model's width"):
+    with pytest.raises(
+        UserError, match="--rank=602: must be at most 600: the model's width, or 512"
+    ):
         choice.check(options, source)
     with pytest.raises(UserError, match="--rope_dim=3: must be even"):
         next(choice._latent_sizes(options, source, LatentAttention(rank=2, rope_dim=3)))

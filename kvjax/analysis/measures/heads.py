@@ -135,12 +135,12 @@ class _Gain(nnx.Module):
     """A norm reduced to its gain."""
 
     def __init__(self, norm: Norm):
-        self.gain = norm.gain
+        self.gain, self.offset = norm.gain, norm.offset
 
     def __call__(self, x: jax.Array) -> jax.Array:
         if self.gain is None:
             return x
-        gain = self.gain[...]
+        gain = self.gain[...] + (1 if self.offset else 0)
         return x * jnp.expand_dims(gain, range(x.ndim - gain.ndim))
 
 
@@ -196,16 +196,11 @@ def _check_linear(
 
 
 def _rotation(project, x_TD: np.ndarray, config: MechanismConfig, rope_base: rope.Base | None):
-    """Returns the channels that RoPE rotates, found on queries, and their frequencies."""
+    """Returns the channels that RoPE rotates, checked on queries, and their frequencies."""
     if rope_base is None:
         return slice(0, 0), np.zeros(0)
     at_0_TNH, at_1_TNH = project(x_TD)[0], project(x_TD, 1)[0]
-    channels = np.flatnonzero(np.abs(at_1_TNH - at_0_TNH).max(axis=(0, 1)) > 0)
-    if not channels.size:  # queries are zero
-        return slice(0, 0), np.zeros(0)
-    frequencies_F = rope.frequencies(config.rope_dim, rope_base)
-    last = int(channels[-1]) + 1
-    rotated = slice(last - config.rope_dim, last)
+    frequencies_F, rotated = rope.frequencies(config.rope_dim, rope_base), config.rotated_channels
     expected_TNH = rotate_one_token(at_0_TNH, rotated, frequencies_F)
     if np.abs(expected_TNH - at_1_TNH).max() > _TOLERANCE * np.abs(at_0_TNH).max():
         raise UserError("the channels of RoPE's pairs are not half of the rotated channels apart")

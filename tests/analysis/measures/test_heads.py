@@ -104,6 +104,17 @@ def test_norms_are_reduced_to_their_gains(make_mechanism, mechanism_name, x64):
         np.testing.assert_allclose(found.key_DKH, expected.key_DKH * keys, atol=1e-12)
 
 
+def test_gains_of_gemma_are_one_plus_their_weights(make_mechanism, x64):
+    config = make_mechanism("gqa", qk_norm="rms_offset")
+    weights, _ = _weights(config)
+    found = heads_lib.read(weights, config, D, BASE)
+    plain = dataclasses.replace(config, qk_norm="none")
+    inner = {k: w for k, w in weights["mechanism"].items() if not k.endswith("_norm")}
+    expected = heads_lib.read(weights | dict(mechanism=inner), plain, D, None)
+    gain = 1 + weights["mechanism"]["key_norm"]["gain"]
+    np.testing.assert_allclose(found.key_DKH, expected.key_DKH * gain, atol=1e-12)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mechanism_name", LINEAR)
 def test_norms_without_a_gain_change_nothing(make_mechanism, mechanism_name, x64):
@@ -153,8 +164,8 @@ def test_outputs_include_a_synthetic_combine():
     np.testing.assert_allclose(found, np.einsum("NHMG,MGD->NHD", mix_NHMG, out_MGD), rtol=1e-6)
 
 
-def test_rotated_channels_are_detected_on_queries():
-    """Finds pairs 3 and 5, and 4 and 6, of eight channels; refuses adjacent pairs."""
+def test_rotated_channels_are_checked_on_queries():
+    """Accepts pairs 3 and 5, and 4 and 6, of eight channels; refuses adjacent pairs."""
     x_TNH = np.random.default_rng(0).normal(size=(3, 2, 8))
     first, second = rope.frequencies(4, BASE)
 
@@ -164,16 +175,15 @@ def test_rotated_channels_are_detected_on_queries():
             rotated_TNH[..., a] = np.cos(angle) * x_TNH[..., a] - np.sin(angle) * x_TNH[..., b]
             rotated_TNH[..., b] = np.sin(angle) * x_TNH[..., a] + np.cos(angle) * x_TNH[..., b]
         projected = {None: x_TNH, 1: rotated_TNH}
-        config = types.SimpleNamespace(rope_dim=4)
+        config = types.SimpleNamespace(rope_dim=4, rotated_channels=slice(3, 7))
         return heads_lib._rotation(lambda x, at=None: [projected[at], "keys"], None, config, BASE)
 
-    rotated, frequencies_F = detect([(3, 5), (4, 6)])
-    assert rotated == slice(3, 7) and frequencies_F.tolist() == [first, second]
-    for rotated, frequencies_F in (
-        detect([(3, 5), (4, 6)], 0 * x_TNH),
-        heads_lib._rotation(None, x_TNH, None, None),
-    ):
-        assert rotated == slice(0, 0) and frequencies_F.shape == (0,)
+    last_are_zero_TNH = x_TNH * (np.arange(8) % 2)  # as exports pad queries
+    for given_TNH in (x_TNH, 0 * x_TNH, last_are_zero_TNH):
+        rotated, frequencies_F = detect([(3, 5), (4, 6)], given_TNH)
+        assert rotated == slice(3, 7) and frequencies_F.tolist() == [first, second]
+    rotated, frequencies_F = heads_lib._rotation(None, x_TNH, None, None)
+    assert rotated == slice(0, 0) and frequencies_F.shape == (0,)
     with pytest.raises(UserError, match="channels of RoPE's pairs are not half of the rotated"):
         detect([(3, 4), (5, 6)])
 
@@ -185,6 +195,7 @@ def test_rotated_channels(make_mechanism):
 
     assert of("mha").rotated == slice(0, 8) and len(of("mha").frequencies_F) == 4
     assert of("mha", None).rotated == slice(0, 0)
+    assert of("mha", rope.Partial(BASE, 0.5)).rotated == slice(0, 8)
     c = make_mechanism("mla")
     assert of("mla").rotated == slice(c.key_dim, c.key_dim + c.rope_key_dim)
     # Of 16: RoPE rotates no channels of the residual.

@@ -74,10 +74,11 @@ def measure(
     arrays_by_name = collections.defaultdict(list)
     with progress.waiting("logit spectra") as doing:
         rotates = any(kind.rope_base is not None for kind in model.transformer.block.layer_kinds)
+        key_dim = 0
         for heads in heads_lib.layers(model):
+            key_dim = max(key_dim, heads.key_DKH.shape[-1])
             for kind, energies_ANR in _of_weights(heads, max(lengths) if rotates else 0):
                 arrays_by_name["energies", kind].append(energies_ANR)
-        key_dim = heads.key_DKH.shape[-1]
         ranks = _ranks(key_dim)
         # In a causal model, one pass on the longest rows serves all lengths.
         causal = model.transformer.block.causal

@@ -54,7 +54,8 @@ from kvjax.layers import rope
 TILE_KV = 64  # tokens
 _FEWEST_ROWS = 16  # of an operand of tensor cores
 _MULTIPROCESSORS = 108  # of an A100
-_MOST_RANK_QUERIES = 4  # 8 KiB each in shared memory; with 8 a program exceeds an L4's 99 KiB
+_FEW_RANK_QUERIES = 4  # always fit into shared memory
+_RANK_QUERY_BYTES = 65 * 128
 _MOST_SUMS = 8 * 32 * 96  # float32 outputs of 8 warps, in 96 registers of a thread
 _STAGES = 2  # tiles in shared memory: one is copied while the other one is used
 # Bytes of shared memory of a program: A100, A30 (8.0) and Hopper, and others (8.6, 8.9).
@@ -339,7 +340,8 @@ def refusal(inputs: DecodeInputs, cache: Cache) -> str | None:
     if reason := adapters.refusal(ADAPTERS, inputs, cache):
         return reason
     plan = ADAPTERS[type(inputs)](inputs, cache).plan
-    if (queries := len(plan.rotated) * plan.group_size) > _MOST_RANK_QUERIES:
+    queries = len(plan.rotated) * plan.group_size
+    if queries > _FEW_RANK_QUERIES and _pipeline(plan) + queries * _RANK_QUERY_BYTES > _shared():
         return f"has no shared memory for {queries} queries in rank space"
     if _sums(plan) > _MOST_SUMS:
         return f"has no registers for {plan.columns} queries on {len(plan.values)} slabs of values"
@@ -358,10 +360,18 @@ def _bytes(plan: Plan) -> int:
 
 def _stages(plan: Plan) -> int:
     """Returns the stages of the pipeline; 1 (each tile is waited for) where two do not fit."""
+    return _STAGES if _pipeline(plan) <= _shared() else 1
+
+
+def _pipeline(plan: Plan) -> int:
+    """Returns a program's bytes of shared memory with two stages, without queries in rank space."""
+    return _STAGES * _bytes(plan) * _tile_kv(plan) + _OTHER_BYTES
+
+
+def _shared() -> int:
+    """Returns the shared memory of the GPU compiled for, in bytes."""
     kind = _device().device_kind
-    shared = next(size for kinds, size in _SHARED_BYTES.items() if re.search(kinds, kind))
-    fits = _STAGES * _bytes(plan) * _tile_kv(plan) + _OTHER_BYTES <= shared
-    return _STAGES if fits else 1
+    return next(size for kinds, size in _SHARED_BYTES.items() if re.search(kinds, kind))
 
 
 def _device():
