@@ -420,11 +420,12 @@ class Grouped(Mechanism):
 
         plain = c.qk_norm in ("none", "rms") and c.tie == "none"
         plain = plain and not c.query_rank and not c.bias
-        reason = prepare.refusal(inputs, layer, x_BTD.dtype)
         if not self.packed_columns:
             reason = "takes projections that are packed into one matrix"
         elif not plain:
-            reason = "takes no tied or low-rank queries, gains of QK-norm or biases"
+            reason = "takes no tied projections, low-rank queries, gains of QK-norm or biases"
+        else:
+            reason = prepare.refusal(inputs, layer, x_BTD.dtype)
         if reason:
             log_unprepared(reason)
             return None

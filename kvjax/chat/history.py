@@ -76,8 +76,11 @@ class History:
         answered = len(self.turns) // 2 * 2
         line = json.dumps({"messages": [*self._system, *self.turns[:answered]]}) + "\n"
         try:
+            before = path.read_text() if path.exists() else ""
+            if before and not before.endswith("\n"):
+                line = "\n" + line
             if in_bucket(path):  # buckets cannot append
-                line = (path.read_text() if path.exists() else "") + line
+                line = before + line
             with path.open("w" if in_bucket(path) else "a") as file:
                 file.write(line)
         except (OSError, UnicodeDecodeError) as error:

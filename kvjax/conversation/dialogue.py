@@ -60,7 +60,7 @@ class NativeDialogue:
         return self._renderer.prompt(list(messages), limit=self._limit, place=place)
 
     def begun(self, messages: Sequence[Mapping], answer: str) -> list[int]:
-        return [*self.prompt(messages).ids, *self.tokenizer.encode(answer, "inside")]
+        return [*self.prompt(messages).ids, *self.tokenizer.encode(answer)]  # as in training
 
 
 class PlainDialogue:

@@ -86,13 +86,17 @@ class Marks:
 
         return self._placeholder_or_name.sub(restored, text)
 
-    def encode(self, text: str) -> list[int]:
-        """Returns the ids of a marked text; text between control tokens is encoded separately."""
+    def encode(self, text: str, after_control: str = "control") -> list[int]:
+        """Returns the ids of a marked text; text between control tokens is encoded separately.
+
+        Args:
+          after_control: place of the text after a control token, see `Tokenizer.encode`.
+        """
         ids, pending, position = [], "", 0
 
         def encode_pending() -> None:
             if pending:
-                ids.extend(self._tokenizer.encode(pending, "control" if ids else "start"))
+                ids.extend(self._tokenizer.encode(pending, after_control if ids else "start"))
 
         for match in self._marked.finditer(text):
             pending += text[position : match.start()]

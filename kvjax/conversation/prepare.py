@@ -191,7 +191,7 @@ def _check_disjoint(opened: dict[str, list[sets.OpenedSet]]) -> None:
     for train_set in opened["train"]:
         for validation_set in opened["validation"]:
             a, b = train_set.spec, validation_set.spec
-            same_source = a.source == b.source
+            same_source = train_set.identity == validation_set.identity
             common = {*map(os.fspath, train_set.files)} & {*map(os.fspath, validation_set.files)}
             a_stop, b_stop = (np.inf if x.stop is None else x.stop for x in (a, b))
             disjoint = same_source and (a_stop <= b.start or b_stop <= a.start)

@@ -131,6 +131,7 @@ def checked_messages(conversation: Conversation, place: str) -> list[dict]:
     if not isinstance(messages, (list, tuple)) or not messages:
         raise DataError(f"{place}: needs 'messages', a list of at least one {{role, content}}")
     messages = [_message(message, i, place) for i, message in enumerate(messages)]
+    first = 1
     if messages[0]["role"] == "system":
         if len(messages) < 2 or messages[1]["role"] != "user":
             raise DataError(f"{place}: a system message must be followed by the user's")
@@ -138,15 +139,15 @@ def checked_messages(conversation: Conversation, place: str) -> list[dict]:
         for i, message in enumerate((system, user)):
             _check_text(message["content"], f"{place}, message {i + 1}")
         joined = f"{system['content']}\n\n{user['content']}"
-        messages = [dict(role="user", content=joined), *rest]
+        messages, first = [dict(role="user", content=joined), *rest], 2
     for i, message in enumerate(messages):
         role = ("user", "assistant")[i % 2]
         if message["role"] != role:
             raise DataError(
                 f"{place}: roles must alternate user, assistant, user, ... (after an optional "
-                f"system message); message {i + 1} has role {message['role']!r}, not {role!r}"
+                f"system message); message {i + first} has role {message['role']!r}, not {role!r}"
             )
-        where = f"{place}, message {i + 1}"
+        where = f"{place}, message {i + first}"
         if role == "user" or isinstance(message["content"], str):
             _check_text(message["content"], where)
         else:

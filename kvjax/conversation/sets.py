@@ -63,6 +63,13 @@ class OpenedSet:
                     f"{', '.join(self._builder.info.splits)}"
                 )
 
+    @property
+    def identity(self) -> str:
+        """What row numbers refer to: a pattern of files, or a split of a TFDS set."""
+        if self.is_tfds:
+            return f"{self._builder.info.full_name}#{self._split}"
+        return self.spec.source
+
     def fingerprint(self) -> str:
         """Returns a text that changes when the rows do, without reading large files in full."""
         if self.is_tfds:

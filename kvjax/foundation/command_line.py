@@ -255,7 +255,7 @@ def config_file(file: pathlib.Path) -> pathlib.Path:
     `configs/lrkv_tiny.py`, or `lrkv_tiny` for short, is found from any folder, and in an installed
     package. `ranks:lrkv_r16_128m` is short for `configs/ranks.py:lrkv_r16_128m`.
     """
-    if split_variant(file)[0].exists():
+    if split_variant(file)[0].is_file():
         return file
     first, *rest = file.parts or ("",)
     stem, colon, variant = str(file).partition(":")

@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 import platform
+import shlex
 import subprocess
 import sys
 import time
@@ -40,7 +41,7 @@ def software(*packages: str) -> dict:
     """Returns `provenance` without machine and devices, so that no device is initialised."""
     versions = {name: _version(name) for name in (*_PACKAGES, *packages)}
     return {
-        "command": " ".join([program(), *sys.argv[1:]]),
+        "command": f"{program()} {shlex.join(sys.argv[1:])}".rstrip(),
         "date": datetime.date.today().isoformat(),
         "commit": _git("rev-parse", "--short", "HEAD") + ("+" if _git(*_CHANGES) else ""),
         "code": code_on_disk(),
@@ -132,6 +133,8 @@ def _version(package: str) -> str | None:
 
 
 def _git(*args: str) -> str:
+    if not (ROOT / ".git").exists():  # installed; an enclosing repository is another project's
+        return ""
     try:
         run = subprocess.run(
             ["git", *args],

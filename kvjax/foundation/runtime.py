@@ -61,8 +61,8 @@ def _absolute(key: str, text: epath.PathLike) -> epath.Path:
         return absolute
     if scheme == "hf":
         raise UserError(
-            f"{key} = {text!r}: hf:// names published models and data sets, which kvjax.convert's "
-            "--source, kvjax.analysis's --model and config.data.source take; give a local path"
+            f"{key} = {text!r}: hf:// is for published models and most texts (docs/hub.md); give a "
+            "local path"
         )
     if scheme not in BUCKETS:
         known = " or ".join(f"{name}://BUCKET/..." for name in BUCKETS)

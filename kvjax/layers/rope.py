@@ -4,6 +4,7 @@ Channel i is paired with i + H/2, as in NeoX and LLaMA, and keys rotate by +t·t
 rotates by -t·theta: the same model with sine and cosine channels renamed.)
 """
 
+import dataclasses
 import functools
 import math
 from typing import NamedTuple
@@ -16,7 +17,9 @@ MAX_POSITION = 1 << 20
 _STRIDE = 1 << 10  # t = 1024·a + b; the angles of 1024·a and of b come from one float64 table each
 
 
-class Llama3(NamedTuple):
+# Keys of caches, so no NamedTuples: those of two classes with equal fields compare equal.
+@dataclasses.dataclass(frozen=True)
+class Llama3:
     """RoPE frequencies of Llama 3.1, for contexts longer than the first training context.
 
     Pairs with fewer than `low` turns in `original` tokens are slowed by `factor`; pairs with more
@@ -30,7 +33,8 @@ class Llama3(NamedTuple):
     original: int  # tokens of the first training context
 
 
-class Yarn(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Yarn:
     """RoPE frequencies of YaRN (arXiv 2309.00071), as transformers computes them.
 
     As with `Llama3`, low frequencies are slowed by `factor` and high ones are unchanged. In
@@ -55,14 +59,16 @@ class Yarn(NamedTuple):
         return dim * math.log(self.original / (2 * math.pi * turns)) / (2 * math.log(self.base))
 
 
-class Linear(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Linear:
     """RoPE with all pairs slowed by `factor`: positions are divided by it."""
 
     base: float
     factor: float
 
 
-class Partial(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Partial:
     """RoPE on a head's first pairs only, like GPT-NeoX's rotary_pct."""
 
     base: "float | Llama3 | Yarn | Linear"

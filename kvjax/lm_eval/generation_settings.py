@@ -47,6 +47,9 @@ def parse(generation_kwargs: Mapping, *, max_length: int) -> GenerationSettings:
             "--max_length may exceed the length that the model was trained on",
         )
     do_sample = remaining.pop("do_sample", None)
+    temperature = remaining.get("temperature")
+    if do_sample is None and type(temperature) in (int, float):
+        do_sample = temperature > 0  # as lm-evaluation-harness
     numbers = dict(temperature=1.0, top_k=0, top_p=1.0)
     for key, default in numbers.items():
         value = remaining.pop(key, None)

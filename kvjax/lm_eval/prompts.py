@@ -45,7 +45,7 @@ class Prompts:
           opened: put one BOS in front; ignored for a rendered conversation, which has its own.
         """
         if self.is_rendered(text):
-            return self._marks.encode(text[1:])
+            return self._marks.encode(text[1:], "start" if self.is_native else "control")
         if not opened:
             return self._tokenizer.encode(text)
         return [self._tokenizer.bos_id, *self._tokenizer.encode(text.removeprefix(self._bos))]

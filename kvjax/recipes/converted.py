@@ -19,7 +19,7 @@ from kvjax.recipes.optimizers import tuning
 # says "QK" but counts GPT-2's query, key and value parameters, so its runs may have trained "qk" or
 # "qkv".
 TUNED = {
-    "qk": ("mechanism.query", "key"),
+    "qk": ("query", "key"),
     "qkv": ("mechanism.",),
     "attention": ("attention.",),
 }

@@ -255,6 +255,11 @@ def find_parent_and_teacher(
             f"config.train.teacher = {c.teacher!r}: has a vocabulary of "
             f"{teacher.experiment.model.vocab_size}, this model {model.vocab_size}"
         )
+    if teacher:
+        try:
+            teacher.experiment.model.check_length(experiment.data.sequence_length)
+        except UserError as error:
+            raise UserError(f"config.train.teacher = {c.teacher!r}: {error}") from error
     return parent, teacher
 
 

@@ -116,6 +116,9 @@ def test_commands(tmp_path, capsys, monkeypatch):
     talk.handle_line(f"/save {path}")
     saved = [json.loads(line)["messages"] for line in path.read_text().splitlines()]
     assert [[m["content"] for m in one] for one in saved] == [["first", "one"], ["second", "two"]]
+    path.write_text(path.read_text().rstrip("\n"))  # as some editors leave it
+    talk.handle_line(f"/save {path}")
+    assert len(list(map(json.loads, path.read_text().splitlines()))) == 3
     talk.handle_line("/help")
     out = capsys.readouterr().out
     assert out.splitlines()[2:] == [

@@ -98,6 +98,10 @@ def test_many_at_once_are_each_by_itself(renderer):
             dict(messages=_talk("a", "b")["messages"] + SYSTEM["messages"]),
             "message 3 has role 'system",
         ),
+        (
+            dict(messages=SYSTEM["messages"][:1] + 2 * _talk("a")["messages"]),
+            "message 3 has role 'user', not 'assistant",
+        ),
         (_talk(["a"]), "message 1: content must be text, not list"),
         (_talk("a", 7), "message 2: content must be text or a list of parts"),
         (_talk("a", [_part("image", "x")]), "message 2: a part must have a type of text, python,"),

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from kvjax.conversation import sets
+from kvjax.conversation import prepare, sets
 from kvjax.conversation.mixture import SetSpec
 from kvjax.foundation.errors import DataError, MissingDataError
 
@@ -288,6 +288,10 @@ def test_tfds(tmp_path, monkeypatch):
     rows = [sets.conversation("arc", row, place) for place, row in opened.rows()]
     assert sorted(row["messages"][1]["content"] for row in rows) == ["C", "D", "E"]
     assert opened.count() == 3 and "kvjax_arc" in opened.digest()
+    same = sets.OpenedSet(SetSpec("validation", "arc", "arc", "tfds:kvjax_arc#train"))
+    assert same.identity == opened.identity and same.spec.source != opened.spec.source
+    with pytest.raises(DataError, match="arc = .*shares rows with .*arc = "):
+        prepare._check_disjoint(dict(train=[opened], validation=[same]))
     with pytest.raises(DataError, match="mixture.arc = .*has no split 'test'; it has train"):
         sets.OpenedSet(SetSpec("train", "arc", "arc", "tfds:kvjax_arc#test"))
     with pytest.raises(DataError, match="mixture.arc = 'tfds:none': tfds:none cannot be opened"):

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from kvjax.conversation import render
 from kvjax.conversation.dialogue import NativeDialogue, TemplatedDialogue
 from kvjax.conversation.questions import MultipleChoice
 from kvjax.data import tokenizer as tokenizer_lib
@@ -80,3 +81,12 @@ def test_letters_are_encoded_as_the_template_writes_them():
         template += "{% if add_generation_prompt %}" + opening + "{% endif %}"
         dialogue = TemplatedDialogue(made, template, names)
         assert letters.letter_ids(dialogue, ["a"]) == [made.vocabulary()[text]]
+
+
+def test_letters_of_nanochats_format_are_those_of_training():
+    made = tokenizer_lib.from_json(sentencepiece_files.backend("metaspace").to_str(), "a test")
+    made = made.with_specials(tokenizer_lib.CONVERSATION_SPECIALS)
+    talk = [dict(role="user", content="the cat"), dict(role="assistant", content="a")]
+    trained = render.Renderer(made)(dict(messages=talk)).ids
+    (letter,) = letters.letter_ids(NativeDialogue(made, "a test"), ["a"])
+    assert letter in trained

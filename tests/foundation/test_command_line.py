@@ -73,6 +73,13 @@ def test_missing_files():
         load_config(LRKV.parent)
 
 
+def test_a_workdir_of_a_configs_name_is_not_the_config(tmp_path, monkeypatch):
+    """A run resumes by the command that began it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lrkv_tiny").mkdir()
+    assert command_line.config_file(pathlib.Path("lrkv_tiny")) == CONFIGS / "lrkv_tiny.py"
+
+
 RANKS = CONFIGS / "ranks.py"
 
 

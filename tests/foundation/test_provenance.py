@@ -18,7 +18,7 @@ from kvjax.foundation.errors import UserError
 def test_a_result_has_its_provenance(tmp_path, monkeypatch, capsys):
     now = provenance._BEGUN + 12.34
     monkeypatch.setattr(provenance.time, "monotonic", lambda: now)
-    monkeypatch.setattr(sys, "argv", ["x.py", "--a=1", "--b"])
+    monkeypatch.setattr(sys, "argv", ["x.py", "--a=1 *", "--b"])
     monkeypatch.setattr(provenance, "program", lambda: "python -m x")
     changes = ["status", "--short", "--", ":/", ":(top,exclude)experiments/results"]
     outputs = {("rev-parse", "--short", "HEAD"): "1234567", tuple(changes): " M kvjax/x.py"}
@@ -37,7 +37,7 @@ def test_a_result_has_its_provenance(tmp_path, monkeypatch, capsys):
     assert len(made_by.pop("date")) == len("2026-01-01")
     assert result == dict(figure=1) and list(made_by.pop("code")) == ["kvjax", "experiments"]
     assert made_by == {
-        "command": "python -m x --a=1 --b",
+        "command": "python -m x '--a=1 *' --b",
         "commit": "1234567+",
         "machine": f"{names[0]}, {os.cpu_count()} cores, {memory:.0f} GiB",
         "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
@@ -76,3 +76,9 @@ def test_without_git_there_is_no_commit(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     assert provenance._git("rev-parse", "HEAD") == ""
     assert provenance.software()["commit"] == ""
+
+
+def test_an_enclosing_repository_is_another_projects(monkeypatch, tmp_path):
+    assert provenance._git("rev-parse", "--is-inside-work-tree") == "true"
+    monkeypatch.setattr(provenance, "ROOT", tmp_path)
+    assert provenance._git("rev-parse", "--is-inside-work-tree") == ""

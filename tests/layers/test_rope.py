@@ -97,6 +97,16 @@ def test_partial_rope_turns_some_pairs_and_leaves_the_others(x64, base):
     )
 
 
+def test_scalings_with_equal_numbers_are_different():
+    """They are keys of caches of angles and of compiled programs."""
+    numbers = (1e4, 8.0, 1.0, 4.0, 8192)
+    llama3, yarn = rope.Llama3(*numbers), rope.Yarn(*numbers)
+    assert llama3 != yarn and len({llama3, yarn}) == 2 and yarn == rope.Yarn(*numbers)
+    index_BT = np.arange(3000, 3004)[None]
+    tables = [rope.positions(index_BT, 64, base).rotary.cos for base in (llama3, yarn)]
+    assert np.abs(tables[0] - tables[1]).max() > 0.1
+
+
 def test_positions_may_differ_by_row():
     positions = np.array([[0, 5, 9], [7, 1024, 3]], np.int32)
     concrete, traced = rope.rotary(positions, 8, BASE), _traced(positions, 8, BASE)

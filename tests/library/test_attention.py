@@ -139,3 +139,15 @@ def test_shapes_that_do_not_fit(shape):
     if shape[1:] != (4, 32):
         with pytest.raises(ValueError, match=r"expected \[B, T, D\] = \[B, T, 32\]"):
             attention(x)
+
+
+@pytest.mark.parametrize("tie, residual", [("kv", 0), ("kv", 8)])
+def test_gpu_kernels_refuse_tied_values(tie, residual):
+    """Named as the implementation, where there is no kernel that prepares them."""
+    config = named.lrkv(4, rank=residual, head_dim=64) if residual else named.mha(2, head_dim=128)
+    config = dataclasses.replace(config, tie=tie)
+    layer = Attention(config, 256, rngs=nnx.Rngs(0))
+    x_BTD = jnp.zeros((1, 1, 256), jnp.bfloat16)
+    cache = layer.cache(1, 128)
+    with pytest.raises(NotImplementedError, match="'xla'"):
+        jax.eval_shape(lambda x, c: layer.decode(x, c, implementation="gpu"), x_BTD, cache)

@@ -15,7 +15,8 @@ def test_settings():
         (dict(until="\n"), (256, ("\n",), GREEDY)),
         (dict(until=["a", "", "b"], max_gen_toks=7), (7, ("a", "b"), GREEDY)),
         (dict(max_new_tokens=8, do_sample=False, temperature=0.9), (8, (), GREEDY)),
-        (dict(max_tokens=9, max_completion_tokens=3, temperature=0.7), (9, (), GREEDY)),
+        (dict(max_tokens=9, max_completion_tokens=3, temperature=0), (9, (), GREEDY)),
+        (dict(temperature=0.7), (256, (), Sampling(temperature=0.7))),  # as the library
         (dict(do_sample=True), (256, (), Sampling(temperature=1.0))),
         (
             dict(do_sample=True, temperature=0.2, top_p=0.95, top_k=5),

@@ -1,5 +1,6 @@
 """Runs that start from a parent, tune some of its parameters, or distil a teacher."""
 
+import dataclasses
 import shutil
 
 from etils import epath
@@ -15,7 +16,7 @@ from kvjax.foundation.errors import UserError
 from kvjax.model import parameters
 from kvjax.model.loss import distillation_loss, token_losses
 from kvjax.model.transformer import Compute
-from kvjax.training import loop
+from kvjax.training import loop, preflight
 from kvjax.workdir import trained
 from tests import runs
 from tests.runs import records
@@ -180,7 +181,7 @@ def _bad(config, tmp_path, message):
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
-def test_refused_parents_and_teachers(source, whole, tmp_path):
+def test_refused_parents_and_teachers(source, whole, tmp_path, monkeypatch):
     def config(**train):
         return runs.small_config(*source, num_steps=3, **train)
 
@@ -194,6 +195,14 @@ def test_refused_parents_and_teachers(source, whole, tmp_path):
     other = config(parent=here)
     other.model.logit_softcap = 3.0
     _bad(other, tmp_path, "config.train.parent = .*but it is a different model")
+    short = trained.named("config.train.teacher", here)
+    block = dataclasses.replace(short.experiment.model.block, positions="learned", max_positions=8)
+    model = dataclasses.replace(short.experiment.model, block=block)
+    experiment = dataclasses.replace(short.experiment, model=model)
+    short = dataclasses.replace(short, experiment=experiment)
+    with monkeypatch.context() as patch:
+        patch.setattr(preflight.trained, "named", lambda *_: short)
+        _bad(config(teacher="x"), tmp_path, "config.train.teacher = 'x': .*8")
     other = config()
     other.optimizer.tuned = ("attention", "keys")
     _bad(other, tmp_path, "config.optimizer.tuned: no parameter has 'keys' in its name; there are ")
