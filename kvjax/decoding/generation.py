@@ -23,8 +23,8 @@ from kvjax.decoding.program import SamplingState
 from kvjax.foundation.errors import UserError
 
 NOT_FINITE = (
-    "the model's logits are NaN or infinite: its weights are damaged, or its training diverged: "
-    "take an earlier --step, or --dtype=float32"
+    "the model's logits are NaN or infinite: its weights are damaged, or its training diverged; "
+    "try an earlier step, or float32"
 )
 
 

@@ -271,6 +271,23 @@ def test_long_rows_and_those_compared_are_of_all_texts(imported, monkeypatch):
             assert "".join(map(chr, rows_BT[:, 0])) == found and rows_BT.shape[1] == length + 1
 
 
+def test_auto_compares_methods_on_all_texts(monkeypatch):
+    """8,192 tokens are two rows of 4,096, one of each text."""
+    compared = []
+    monkeypatch.setattr(choice, "_refusals", lambda *_: {})
+    monkeypatch.setattr(choice, "_by_layer", lambda *_: [types.SimpleNamespace(title="any")])
+    monkeypatch.setattr(choice.refit, "converted_model", lambda *_: None)
+    monkeypatch.setattr(
+        choice.perplexity, "perplexity", lambda _, rows_BT: compared.append(rows_BT) or 2.0
+    )
+    parser = command.make_parser()
+    options = parser.parse(["--method=auto", "--cache=0.5"])
+    options_lib.fill_defaults(options, parser.get_default)
+    rows_BT = np.tile(np.arange(4)[:, None], (1, 4097))
+    choice._best(options, None, None, rows_BT, rows_BT)
+    assert [each[:, 0].tolist() for each in compared] == [[0, 1]] * len(options_lib.FITTED)
+
+
 def test_sizes_of_mla_are_possible(imported):
     """No latent is wider than the model, or than the 512 channels that exports pad to."""
     model = model_lib.open(str(imported("llama")))
