@@ -19,11 +19,17 @@ def lines(rows: Sequence[Mapping], reference: str) -> list[str]:
     against = next(row for row in rows if row["name"] == reference)
     judged = {row["name"]: row for row in ended if row["against"] is not None}
     best = min(ended, key=lambda row: row["bpb"])
+    unpaired = [
+        row["name"]
+        for row in ended
+        if row["name"] not in {reference, *judged} and row["tokens"] == against["tokens"]
+    ]
     if not judged:
         cache = f"{best['cache_bytes']:,} cache bytes per token in bfloat16"
         text = f"{best['name']}: {_bpb(best)} bits per byte with {cache}"
         if len(ended) > 1:
-            text += f", the least of {len(ended)}; none has as many tokens as {reference}"
+            why = "finished a seed in common with" if unpaired else "as many tokens as"
+            text += f", the least of {len(ended)}; none has {why} {reference}"
         return [f"{text}."]
     better, worse, equal, single = [], [], [], []
     for row in judged.values():
@@ -41,6 +47,7 @@ def lines(rows: Sequence[Mapping], reference: str) -> list[str]:
         ("worse:", worse),
         ("not distinguishable at 95 %:", equal),
         ("one common seed, so no interval:", single),
+        ("no common seed, so not compared:", unpaired),
     )
     text = "; ".join(f"{label} {_listed(names)}" for label, names in classes if names)
     sentences = [f"Against {reference} ({_bpb(against)} bits per byte, {cache}): {text}."]

@@ -18,6 +18,7 @@ scale, relative to MHA; --details adds the tables of each config.
 
 import argparse
 from collections.abc import Callable, Iterable, Sequence
+import functools
 import pathlib
 
 import jax.numpy as jnp
@@ -64,10 +65,8 @@ def report(
       contexts: numbers of cached tokens per sequence.
     """
     config = experiment.model
-    by_chip = {
-        split: formulas.chip_cache_bytes_per_token(config, dtype, cache_bits, chips=chips, by=split)
-        for split in SPLITS
-    }
+    read = functools.partial(formulas.chip_cache_bytes, config, dtype, cache_bits, chips=chips)
+    by_chip = {split: read(by=split) for split in SPLITS}
     decode = []
     for length in contexts:
         shape = dict(length=length, dtype=dtype, cache_bits=cache_bits)
@@ -90,8 +89,8 @@ def report(
         )
         if chips > 1:
             decode[-1]["gb_per_chip_and_step"] = {
-                split: (cost.weight_bytes + cache_bytes * batch * cost.length) / 1e9
-                for split, cache_bytes in by_chip.items()
+                split: (cost.weight_bytes + batch * read(by=split, length=length)) / 1e9
+                for split in SPLITS
             }
     return dict(
         config=experiment.name,

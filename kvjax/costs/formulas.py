@@ -59,23 +59,35 @@ def entry_bytes(entry: dict[str, Field], dtype: jnp.dtype) -> int:
     return sum(sizes)
 
 
-def chip_cache_bytes_per_token(
-    config: TransformerConfig, dtype: jnp.dtype, bits: int | None = None, *, chips: int, by: str
+def chip_cache_bytes(
+    config: TransformerConfig,
+    dtype: jnp.dtype,
+    bits: int | None = None,
+    *,
+    chips: int,
+    by: str,
+    length: int = 1,
 ) -> float:
-    """Returns the cache bytes per token on the chip that stores the most.
+    """Returns the cache bytes that a step reads on the chip that stores the most.
 
     Args:
+      length: tokens of the sequence; layers with a window read the window. 1: bytes per token.
       by: "tokens": every chip stores an equal share of the tokens. "heads": query heads are
         sharded, and a chip stores the KV heads, bases and latents that its query heads read. An
         array that all heads read (an LRKV base, an MLA latent) is replicated.
     """
+    keys_by_layer = [min(length, kind.window or length) for _, kind in config.layers]
     if by == "tokens":
-        return cache_bytes_per_token(config, dtype, bits) / chips
+        entries = [entry_bytes(quantized.entry_of(m, bits), dtype) for m in config.mechanisms]
+        return sum(n * size for n, size in zip(keys_by_layer, entries, strict=True)) / chips
     if by != "heads":
         raise ValueError(f"by = {by!r}: must be 'tokens' or 'heads'")
     chips = min(chips, max(m.num_heads for m in config.mechanisms))  # further chips have no heads
     return max(
-        sum(_bytes_on_chip(m, dtype, bits, chip, chips) for m in config.mechanisms)
+        sum(
+            n * _bytes_on_chip(m, dtype, bits, chip, chips)
+            for m, n in zip(config.mechanisms, keys_by_layer, strict=True)
+        )
         for chip in range(chips)
     )
 

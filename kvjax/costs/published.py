@@ -42,6 +42,9 @@ def _read(model: str) -> Shape:
         values = json_text.read_object(path, "give a model's config.json, or its folder")
         folder = path.parent
         weights = matching_entries(folder, "*.safetensors")
+        copies = [file for file in weights if file.name.startswith("consolidated")]
+        if len(copies) < len(weights):  # Mistral's repositories have all weights twice
+            weights = [file for file in weights if file not in copies]
         # A link may be broken.
         size = sum(os.stat(file).st_size for file in weights if file.exists())
         return of_config(values, str(path), name=source_lib.name(folder), weight_bytes=size)

@@ -187,9 +187,7 @@ def test_its_costs_and_sharding_follow(tmp_path):
     cost = formulas.decode_cost(model, length=10, batch=1, dtype=jnp.dtype(jnp.bfloat16))
     assert cost.attention_flops_per_token == 2 * 10 * 2 * N * R * (2 * H + 2)
     # With two chips by heads, each has half of the heads' factors, and all of the channels'.
-    halved = formulas.chip_cache_bytes_per_token(
-        model, jnp.dtype(jnp.bfloat16), chips=2, by="heads"
-    )
+    halved = formulas.chip_cache_bytes(model, jnp.dtype(jnp.bfloat16), chips=2, by="heads")
     assert halved == 2 * 2 * 2 * R * (N / 2 + H)
     mesh = jax.sharding.AbstractMesh((1, 2, 1, 2), sharding.AXES)
     shardings = sharding.parameter_shardings(mesh, *parameters.abstract(model))

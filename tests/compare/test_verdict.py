@@ -3,8 +3,8 @@
 from kvjax.compare import verdict
 
 
-def _row(name, bpb, cache, against=None, half=None, bpb_half=0.01):
-    row = dict(name=name, bpb=bpb, bpb_half_interval=bpb_half, cache_bytes=cache)
+def _row(name, bpb, cache, against=None, half=None, bpb_half=0.01, tokens=9):
+    row = dict(name=name, bpb=bpb, bpb_half_interval=bpb_half, cache_bytes=cache, tokens=tokens)
     return row | dict(against=against, against_half_interval=half)
 
 
@@ -38,10 +38,18 @@ def test_nothing_to_compare_with():
     ]
     alone = "mha: 2.0000 ± 0.0100 bits per byte with 1,000 cache bytes per token in bfloat16"
     assert verdict.lines([MHA], "mha") == [f"{alone}."]
-    longer = _row("longer", 2.5, 1000)
+    longer = _row("longer", 2.5, 1000, tokens=18)
     assert verdict.lines([longer, MHA], "mha") == [
         f"{alone}, the least of 2; none has as many tokens as mha."
     ]
+
+
+def test_runs_without_a_common_seed_are_not_compared():
+    other = _row("other", 2.5, 1000)
+    (line,) = verdict.lines([other, MHA], "mha")
+    assert line.endswith("the least of 2; none has finished a seed in common with mha.")
+    first = verdict.lines([other, MHA, _row("lrkv", 1.9, 560, -0.1, 0.05)], "mha")[0]
+    assert first.endswith("of the cache); no common seed, so not compared: other.")
 
 
 def test_the_reference_may_not_have_finished():

@@ -141,7 +141,7 @@ def _layers(name, layers):
 def test_cache_of_the_fullest_chip(name, chips, elements):
     """Per layer, in bfloat16, with heads sharded over the chips; by tokens all chips are equal."""
     config = _layers(name, 1)
-    per_chip = functools.partial(formulas.chip_cache_bytes_per_token, config, BF16, chips=chips)
+    per_chip = functools.partial(formulas.chip_cache_bytes, config, BF16, chips=chips)
     assert per_chip(by="heads") == 2 * elements
     assert per_chip(by="tokens") == formulas.cache_bytes_per_token(config, BF16) / chips
     with pytest.raises(ValueError, match="by = 'layers': must be 'tokens' or 'heads'"):
@@ -156,8 +156,9 @@ def test_factors_are_read_by_all_heads():
     entry = dict(heads=Field("R N", (3, 4)), channels=Field("R H", (3, 8)))
     four = types.SimpleNamespace(num_heads=4, entry=lambda: entry, title="four heads")
     one = types.SimpleNamespace(num_heads=1, entry=dict, title="one head")
-    config = types.SimpleNamespace(mechanisms=[four, one])
-    per_chip = formulas.chip_cache_bytes_per_token(config, BF16, chips=2, by="heads")
+    kind = types.SimpleNamespace(window=0)
+    config = types.SimpleNamespace(mechanisms=[four, one], layers=[(four, kind), (one, kind)])
+    per_chip = formulas.chip_cache_bytes(config, BF16, chips=2, by="heads")
     assert per_chip == 2 * (3 * 2 + 3 * 8)
 
 
@@ -165,7 +166,7 @@ def test_by_tokens_is_what_a_chip_holds():
     config = d36_model("LRKV", layers=2)
     shape = dict(batch=3, capacity=1000, dtype=BF16, chips=8)
     cache = cache_lib.abstract(config.mechanisms, **shape)
-    per_token = formulas.chip_cache_bytes_per_token(config, BF16, chips=8, by="tokens")
+    per_token = formulas.chip_cache_bytes(config, BF16, chips=8, by="tokens")
     assert cache_lib.live_bytes(cache) / 8 == 3 * 1024 * per_token
 
 

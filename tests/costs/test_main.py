@@ -74,6 +74,12 @@ def test_layers_with_a_window_hold_all_tokens(run, tmp_path):
     for key in ("cache_gb", "cache_bytes_per_token", "largest_batch"):
         assert whole[key] == narrow[key]
     assert whole["gb_per_token"] > narrow["gb_per_token"]
+    options = (f"--config={config}", "--config.model.window=32", "--chips=2", "--device=v5e")
+    (found,) = run(*options, "--batch=3")[1]["configs"]
+    step = found["decode"][0]
+    # Three sequences of 32 tokens in four layers; keys and values of 4 heads of 32 channels.
+    cache = (3 * step["gb_per_token"] - step["gb_per_chip_and_step"]["tokens"]) * 2
+    assert cache == pytest.approx(1e-9 * 3 * 4 * 32 * 2 * 4 * 32 * 2, rel=1e-6)
 
 
 def test_keys_that_are_not_quantised_have_the_models_dtype(run, tmp_path):

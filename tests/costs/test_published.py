@@ -248,6 +248,17 @@ def test_a_gguf_file_costs_what_its_folder_does(tmp_path):
         assert shape.name == name and shape.weight_bytes == path.stat().st_size
 
 
+def test_copies_of_weights_are_not_counted(tmp_path):
+    """Mistral's repositories have all weights in a file of their own format, too."""
+    shutil.copy(comparison.PUBLISHED / "llama" / "config.json", tmp_path)
+    for name, size in (("model-1-of-2", 30), ("model-2-of-2", 20), ("consolidated", 50)):
+        (tmp_path / f"{name}.safetensors").write_bytes(bytes(size))
+    assert published.read(str(tmp_path)).weight_bytes == 50
+    for file in tmp_path.glob("model-*"):
+        file.unlink()
+    assert published.read(str(tmp_path)).weight_bytes == 50
+
+
 def test_tokens_that_fit_are_those_whose_cache_fits():
     device, context = datasheets.get("h100"), 10_000
     rows = methods.rows(of_config(GEMMA3, "config.json"))
