@@ -51,8 +51,11 @@ NEUTRAL = dict(
     attn_output_gate=(False,),
     bias=(False,),
     embedding_multiplier=(1,),
+    full_attn_mod=(1,),  # Phi-4-mini, as interpolate_factor and lm_head_bias
+    interpolate_factor=(1,),
     is_causal=(True,),
     is_encoder_decoder=(False,),
+    lm_head_bias=(False,),
     logit_scale=(1,),
     logits_scaling=(1,),
     mlp_bias=(False,),
@@ -77,4 +80,6 @@ def changes_nothing(key: str, config: Mapping) -> bool:
         return isinstance(value, list) and bool(value) and all(layer == 1 for layer in value)
     if key == "no_rope_layer_interval":  # read only without no_rope_layers
         return bool(config.get("no_rope_layers"))
+    if key == "sliding_window_size":  # Gemma 2 9B: a copy that no model reads
+        return value == config.get("sliding_window")
     return key in _HARMLESS or value in NEUTRAL.get(key, ())

@@ -130,6 +130,8 @@ def test_gemma_by_its_defaults():
     shared = dict(norm_both=True, norm_offset=True, activation="geglu", tied_head=True)
     shared |= dict(embedding_scale=8**0.5, window=4096, rope_factor=1.0)
     found = sections(GEMMA2)
+    same = dict(sliding_window=8, sliding_window_size=8)  # as in Gemma 2 9B
+    assert sections(GEMMA2 | same) == sections(GEMMA2 | dict(sliding_window=8))
     model = shared | dict(logit_softcap=30.0, attention_softcap=50.0, window_layers=(1, 0))
     assert (model | dict(rope_base=1e4, window_rope_base=0.0)).items() <= found.model.items()
     attention = dict(qk_norm="none", key_dim=256, logit_scale=0.0)  # 1/sqrt(256)
@@ -350,6 +352,11 @@ REFUSED = [
     (SMOLLM3, dict(mlp_bias=True), "mlp_bias = True: changes the model"),
     (SMOLLM3, dict(layer_types=[FULL, SLIDING]), "and use_sliding_window is not set"),
     (GEMMA2, dict(use_bidirectional_attention=True), "must be false: tokens see earlier tokens"),
+    (
+        GEMMA2,
+        dict(sliding_window=8, sliding_window_size=9),
+        "sliding_window_size = 9: is not a key",
+    ),
     (GEMMA2, dict(hidden_activation="silu"), "hidden_activation = 'silu': must be one of 'gelu_py"),
     (GEMMA3, dict(attn_logit_softcapping=50.0), "must be null: attention of this family has no"),
     (GEMMA3, dict(sliding_window_pattern="LG"), "sliding_window_pattern = 'LG' is a str"),
@@ -467,6 +474,7 @@ NEUTRAL = dict(
     **dict(embedding_multiplier=1.0, logits_scaling=1.0, residual_multiplier=1),
     **dict(hidden_dropout_prob=0.0, no_rope_layers=[1, 1], no_rope_layer_interval=4),
     **dict(author="x", created_date="x", license="mit", use_flash_attention=True),
+    **dict(full_attn_mod=1, interpolate_factor=1, lm_head_bias=False),
     **dict(mlp_bias=False, partial_rotary_factor=1.0, is_causal=True, scale_attn_weights=True),
     **dict(eos_token_ids=[1], loss_type="ForCausalLM", neftune_noise_alpha=5.0),
 )
