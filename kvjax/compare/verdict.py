@@ -28,7 +28,11 @@ def lines(rows: Sequence[Mapping], reference: str) -> list[str]:
         cache = f"{best['cache_bytes']:,} cache bytes per token in bfloat16"
         text = f"{best['name']}: {_bpb(best)} bits per byte with {cache}"
         if len(ended) > 1:
-            why = "finished a seed in common with" if unpaired else "as many tokens as"
+            why = (
+                "as many tokens and a finished seed in common with"
+                if unpaired
+                else "as many tokens as"
+            )
             text += f", the least of {len(ended)}; none has {why} {reference}"
         return [f"{text}."]
     better, worse, equal, single = [], [], [], []

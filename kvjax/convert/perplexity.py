@@ -59,10 +59,11 @@ def rows(
             "text, or one of more documents"
         ) from error
     except UserError as error:
-        raise UserError(f"--{key}={source}: {name_options(str(error), key)}") from error
+        raised = TooShortError if isinstance(error, readers.NoRowError) else UserError
+        raise raised(f"--{key}={source}: {name_options(str(error), key)}") from error
     count = dataset.num_rows(split)
     if not count:
-        raise TooShortError(f"--{key} = {source!r}: has no row of {length} tokens for {split}")
+        raise TooShortError(f"--{key}={source}: is too short for a row of {length:,} tokens")
     num_rows = min(count, -(-tokens // length))
     chosen = np.arange(num_rows)
     if split != "validation":

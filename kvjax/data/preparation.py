@@ -28,6 +28,7 @@ from kvjax.data import (
     packed_rows,
     parts as parts_lib,
     pool,
+    readers,
     sources,
     tokenized_part,
     vocabulary,
@@ -269,7 +270,7 @@ def _check(config: config_lib.DataConfig, total: dict[str, Counts], skipped: Seq
                 f"unreadable records are skipped{': ' + skipped[0] if skipped else ''}"
             )
     if not total["train"].rows:
-        raise DataError(
+        raise readers.NoRowError(
             f"config.data.sequence_length = {config.sequence_length}: "
             f"the train split has {total['train'].tokens} tokens, and a row needs"
             f" sequence_length + 1 = {config.sequence_length + 1}: lower sequence_length, or"

@@ -50,6 +50,10 @@ class EmptySplitError(SourceError):
     """A split has no documents, though the sources have some."""
 
 
+class NoRowError(DataError):
+    """The training text does not fill a row."""
+
+
 def raise_error(error: SourceError) -> None:
     """Raises an error unless it is a NullTextError; default of `on_error`."""
     if not isinstance(error, NullTextError):

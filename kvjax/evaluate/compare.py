@@ -179,15 +179,15 @@ def _check_alike(task: str, models: Sequence[Evaluated]) -> None:
                     f"--compare: {task} was evaluated with {key} = {a.get(key)!r} for {first.name} "
                     f"and with {b.get(key)!r} for {other.name}: evaluate both with the same"
                 )
-        # CORE's prompts depend on the model's positions, too.
-        has_own_prompts = task not in TASKS and not is_ruler(task)
-        if has_own_prompts or any(a.get(key) != b.get(key) for key in _PROMPT_KEYS):
+        depends_on_positions = task not in TASKS and not is_ruler(task)  # prompts of CORE
+        if depends_on_positions or any(a.get(key) != b.get(key) for key in _PROMPT_KEYS):
             continue
         one, two = first.prompts[task], other.prompts[task]
         changed = any(one[i] != two[i] for i in one.keys() & two.keys())
         if changed or a.get("letters") != b.get("letters"):
+            what = "prompts" if changed else "tokens as letters"
             raise UserError(
-                f"--compare: {task} has other prompts for {first.name} than for {other.name}, "
+                f"--compare: {task} has other {what} for {first.name} than for {other.name}, "
                 "though tokenizer and template are the same: evaluate the older again"
             )
 

@@ -47,7 +47,9 @@ def test_nothing_to_compare_with():
 def test_runs_without_a_common_seed_are_not_compared():
     other = _row("other", 2.5, 1000)
     (line,) = verdict.lines([other, MHA], "mha")
-    assert line.endswith("the least of 2; none has finished a seed in common with mha.")
+    assert line.endswith(
+        "the least of 2; none has as many tokens and a finished seed in common with mha."
+    )
     first = verdict.lines([other, MHA, _row("lrkv", 1.9, 560, -0.1, 0.05)], "mha")[0]
     assert first.endswith("of the cache); no common seed, so not compared: other.")
 

@@ -302,6 +302,8 @@ def test_calibration_texts_alternate_with_equal_shares(tmp_path):
         of_b = (rows_BT == ord("b")).any(axis=1)
         assert [(~of_b).sum(), of_b.sum()] == counts
         assert not any(of_b[i] == of_b[i + 1] == of_b[i + 2] for i in range(len(of_b) - 2))
+    with pytest.raises(UserError, match="b.txt: .*the train split has 997 tokens, and a row"):
+        perplexity.calibration_rows(model, texts, length=2000, tokens=4000)
 
 
 def test_ranks_by_layer(converted):

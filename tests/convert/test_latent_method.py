@@ -271,6 +271,22 @@ def test_long_rows_and_those_compared_are_of_all_texts(imported, monkeypatch):
             assert "".join(map(chr, rows_BT[:, 0])) == found and rows_BT.shape[1] == length + 1
 
 
+def test_a_short_text_beside_a_long_one_does_not_shorten_rows(tmp_path, capsys):
+    """Nor does it end the command, unless it has no row of --row_length."""
+    model = workdirs.Made(workdirs.config("llama", workdirs.mla()))
+    (tmp_path / "long.txt").write_text("abc\n" * 3000)
+    (tmp_path / "short.txt").write_text("a\n" * 250)
+    texts = f"{tmp_path}/long.txt,{tmp_path}/short.txt"
+    options = command.make_parser().parse([f"--calibrate={texts}", "--row_length=8"])
+    model.context = 1024
+    rows_BT = command.long_rows(options, model, np.zeros((4, 9), np.int32))
+    assert rows_BT.shape[1] == 1025
+    assert "short.txt: " in (said := capsys.readouterr().err) and "measured without it" in said
+    options.row_length = 1024
+    with pytest.raises(UserError, match="short.txt: .*--row_length = 1024"):
+        command._rows(options, model, key="calibrate")
+
+
 def test_auto_compares_methods_on_all_texts(monkeypatch):
     """8,192 tokens are two rows of 4,096, one of each text."""
     compared = []

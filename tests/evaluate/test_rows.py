@@ -1,5 +1,6 @@
 """Saved rows are kept and not evaluated again."""
 
+import dataclasses
 import json
 
 from etils import epath
@@ -60,6 +61,13 @@ def test_rows_of_different_prompts_are_not_compared(folder, opened):
         assert compare.compare([a], [other])["mmlu"]["rows"] == 1
     with pytest.raises(UserError, match="mmlu has other prompts for .*/a than for .*/c, though"):
         compare.compare([a], [others[1]])
+    with_letters = dict(mmlu=a.identities["mmlu"] | dict(letters=[5, 6, 7, 8]))
+    with pytest.raises(UserError, match="mmlu has other tokens as letters"):
+        compare.compare([a], [dataclasses.replace(others[0], identities=with_letters)])
+    for name, prompt in (("core_a", "p"), ("core_b", "q")):  # CORE's depend on positions
+        opened(folder / name, "core_x", IDENTITY, (0, 1)).add([_row(0) | dict(prompt=prompt)])
+    one, other = (compare.open(str(folder / name)) for name in ("core_a", "core_b"))
+    assert compare.compare([one], [other])["core_x"]["rows"] == 1
 
 
 def test_truncated_rows(folder, opened):

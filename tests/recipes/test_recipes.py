@@ -174,11 +174,19 @@ def test_adamw_has_one_rate_at_any_width(make_mechanism):
     assert min(lengths) == pytest.approx(max(lengths), rel=1e-3)
 
 
-def _model(make_mechanism):
+def _model(make_mechanism, name="lrkv"):
     block = dict(num_layers=1, d_model=D, mlp_dim=20, norm="layer", norm_gain=True)
     return TransformerConfig(
-        block=BlockConfig(**block), mechanisms=(make_mechanism("lrkv"),), vocab_size=10
+        block=BlockConfig(**block), mechanisms=(make_mechanism(name),), vocab_size=10
     )
+
+
+def test_queries_for_ropes_key_are_tuned_with_it(make_mechanism):
+    shapes = parameters.abstract(_model(make_mechanism, "mla")).shapes
+    tuned = optim.trainable(OptimizerConfig(tuned=recipes.TUNED["qk"]), shapes)
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tuned)]
+    for name in ("rope_query", "rope_key"):
+        assert any(name in path for path in paths), name
 
 
 def test_what_is_tuned_is_of_attention_alone(make_mechanism):
