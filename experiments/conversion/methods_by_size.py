@@ -52,7 +52,8 @@ class _Subject:
 
     def title(self, method: str, size: float) -> str:
         """Returns the name of a point's record; the first results were calibrated on books."""
-        other = "" if self._calibrate == smollm2.TEXT else f"/{self._calibrate}"
+        uses_books = method == "none" or self._calibrate == smollm2.TEXT
+        other = "" if uses_books else f"/{self._calibrate}"
         return f"methods_by_size/{self.name}/{size:g}/{method}{other}"
 
     @functools.cached_property
@@ -181,7 +182,9 @@ def main(arguments: list[str]) -> int:
     source = options.model or smollm2.packaged()
     subject = _Subject(source, options.calibrate)
     planned = tasks(subject, methods, sizes)
-    failures = records.make(records.missing(planned))
+    if missing := records.missing(planned):
+        _ = subject.calibrating_BT  # refuses a bad text before the first measurement
+    failures = records.make(missing)
     _report(planned, Output(options))
     return 1 if failures else 0
 

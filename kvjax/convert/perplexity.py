@@ -124,7 +124,7 @@ def calibration_rows(
       TooShortError: a text has no row; with `all_texts=False`, none has.
       UserError: see `rows`.
     """
-    items, parts, short = config_lib.split_source(texts), [], []
+    items, parts, short = config_lib.split_source(texts) or [texts], [], []
     share = dict(split="train", length=length, tokens=-(-tokens // len(items)))
     for item in items:
         try:
