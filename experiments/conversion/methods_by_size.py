@@ -24,6 +24,8 @@ from kvjax.convert import (
     perplexity,
     refit,
 )
+from kvjax.data import sources
+from kvjax.data.config import DataConfig
 from kvjax.foundation import command_line, lists, runtime
 from kvjax.foundation.errors import UserError
 from kvjax.foundation.output import Output, Table
@@ -177,13 +179,17 @@ def main(arguments: list[str]) -> int:
     options = parser.parse(arguments)
     methods = lists.names("--methods", options.methods, all_methods)
     sizes = _shares(options.sizes)
+    try:
+        sources.check(DataConfig(source=options.calibrate))
+    except UserError as error:
+        raise UserError(perplexity.name_options(str(error), "calibrate")) from error
     runtime.start()
     record.check(save=True)
     source = options.model or smollm2.packaged()
     subject = _Subject(source, options.calibrate)
     planned = tasks(subject, methods, sizes)
     if missing := records.missing(planned):
-        _ = subject.calibrating_BT  # refuses a bad text before the first measurement
+        _ = subject.calibrating_BT  # refuses a text that is too short, before the first measurement
     failures = records.make(missing)
     _report(planned, Output(options))
     return 1 if failures else 0
