@@ -76,7 +76,7 @@ class History:
         answered = len(self.turns) // 2 * 2
         line = json.dumps({"messages": [*self._system, *self.turns[:answered]]}) + "\n"
         try:
-            before = path.read_text() if path.exists() else ""
+            before = path.read_text() if path.is_file() else ""
             if before and not before.endswith("\n"):
                 line = "\n" + line
             if in_bucket(path):  # buckets cannot append

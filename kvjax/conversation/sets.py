@@ -65,7 +65,7 @@ class OpenedSet:
 
     @property
     def identity(self) -> str:
-        """What row numbers refer to: a pattern of files, or a split of a TFDS set."""
+        """The rows that numbers refer to: a pattern of files, or a split of a TFDS set."""
         if self.is_tfds:
             return f"{self._builder.info.full_name}#{self._split}"
         return self.spec.source

@@ -41,7 +41,11 @@ def make(
       earlier: an earlier summary. Tasks that are not evaluated now are copied from it if model,
         chat template and dtype of the cache are the same.
     """
-    kept = earlier if _moved(earlier.get("model", {})) == _moved(about["model"]) else {}
+    kept = (
+        earlier
+        if _without_folder(earlier.get("model", {})) == _without_folder(about["model"])
+        else {}
+    )
     chances = {core_tasks.label_of(task): task.chance for task in core}
     tasks = _with_template(kept.get("tasks", {}), about["options"]["template"])
     of_cache = about["options"].get("cache_dtype")
@@ -75,8 +79,8 @@ def make(
     return result
 
 
-def _moved(model: Mapping[str, Any]) -> dict:
-    """Returns a model's description without its folder, which may have moved."""
+def _without_folder(model: Mapping[str, Any]) -> dict:
+    """Returns a model's description without its workdir, which may have moved."""
     return {key: value for key, value in model.items() if key != "workdir"}
 
 

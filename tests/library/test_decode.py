@@ -106,7 +106,7 @@ def test_layouts_are_those_of_the_mechanisms(name):
 
 @pytest.mark.parametrize("K", [4, 2])
 def test_residual_keys_have_their_own_query(K):
-    """By absorbed queries (K = N) and by rebuilt keys."""
+    """Compares with the definition, for absorbed queries (K = N) and for rebuilt keys."""
     N, H, R = 4, 8, 2
     cache = KVCache.allocate("residual", batch=B, capacity=8, dtype=jnp.float32, J=1, K=K, H=H, R=R)
     entry = {
